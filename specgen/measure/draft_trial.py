@@ -65,7 +65,7 @@ class Baseline:
 
     #: The target's answers to the prompts that fit in the context.
     answers: tuple[TrialAnswer, ...]
-    #: The numbers of the prompts that do not fit in the context, from 1.
+    #: The numbers of the prompts that do not fit in the context, as in their file.
     skipped: tuple[int, ...]
     #: The context size of all answers.
     n_ctx: int
@@ -169,7 +169,7 @@ def measure_target(
         PromptError: If no prompt fits in the context, no answer is longer than one token, or the
             context has no room to time the largest batch.
     """
-    numbered_prompts = dict(enumerate(prompts, 1))
+    numbered_prompts = {prompt.number: prompt for prompt in prompts}
     texts = [(number, prompt.text) for number, prompt in numbered_prompts.items()]
     fitting, skipped = fitting_prompts(session, texts, chat)
     n_ctx = max(session.context_size(len(prompt.tokens)) for prompt in fitting.values())

@@ -2,6 +2,8 @@
 
 Each process reads the JSON file once. To save, it reads the file again and replaces only the
 entries that it measured or refined itself, because other processes may have written meanwhile.
+There is no lock: if two processes save within the same few milliseconds, one may lose what it
+measured, and the next process measures it again.
 """
 
 from __future__ import annotations

@@ -264,6 +264,7 @@ def budget_within(
         if weights_bytes(target) < _SMALL_SHARE * memory_bytes:
             return ALL_WEIGHTS
         check_file(target)
+        drafts = [draft for draft in drafts if _is_readable(draft)]
         # Weights that fit beside the contexts for one answer stay in memory.
         needs = memory_needs(options, drafts)
         if not must_stream(target, int(memory_bytes) - needs.other_bytes):
@@ -275,6 +276,18 @@ def budget_within(
         return _streamed_budget(target, int(memory_bytes) - other_bytes, longest_draft)
     except (ModelFileError, BackendError, OSError):
         return ALL_WEIGHTS
+
+
+def _is_readable(draft: DraftSource) -> bool:
+    """Return whether the memory that a draft needs can be estimated."""
+    if not isinstance(draft, Path):
+        return True
+    try:
+        weights_bytes(draft)
+        trained_context(draft)
+    except (ModelFileError, BackendError):
+        return False
+    return True
 
 
 def can_stream(context: ContextOptions) -> bool:

@@ -15,6 +15,10 @@ class ChildError(Exception):
     """A child gave no answer; the message says why, with "it" for the child."""
 
 
+class ChildStartError(ChildError):
+    """A child could not be started."""
+
+
 class ChildTimeoutError(ChildError):
     """A child took too long."""
 
@@ -43,7 +47,8 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     Raises:
         ChildTimeoutError: If it takes longer than `timeout_s`.
         ChildDiedError: If it crashes or fails.
-        ChildError: If it cannot be started, or prints something else.
+        ChildStartError: If it cannot be started.
+        ChildError: If it prints something else.
     """
     try:
         result = subprocess.run(
@@ -58,7 +63,7 @@ def ask_child(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise ChildTimeoutError(f"no answer within {timeout_s:.0f} s") from None
     except OSError as error:
-        raise ChildError(f"{command[0]} cannot be started: {error.strerror}") from error
+        raise ChildStartError(f"{command[0]} cannot be started: {error.strerror}") from error
     if result.returncode != 0:
         raise ChildDiedError(result.returncode, result.stderr)
     try:

@@ -121,7 +121,7 @@ def distil(
             f"too few tokens to learn from ({learnt.n_labels}) or to judge by ({judged.n_labels})",
             hint=f"give more --minutes or --prompts: a draft needs at least {needed}",
         )
-    trainer = Trainer(draft, learnt, judged)
+    trainer = Trainer(draft, learnt, judged, available_memory_bytes())
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     n_batch = min(N_ROWS, learnt.n_rows)
@@ -175,7 +175,7 @@ def fit(
 def check_memory(
     draft: Path,
     weights: GgufWeights,
-    available_bytes: int,
+    available_bytes: float,
 ) -> None:
     """Check that there is enough memory for training a draft.
 
@@ -194,7 +194,7 @@ def check_memory(
     if needed_bytes > available_bytes:
         raise MemoryLimitError(
             f"{draft}: training it needs about {human_bytes(needed_bytes)} more, "
-            f"{human_bytes(available_bytes)} are free",
+            f"{human_bytes(int(available_bytes))} are free",
             hint="train a smaller draft, or close other programs",
         )
 
@@ -456,6 +456,7 @@ class Trainer:
         draft: The draft's file.
         learnt: The rows to learn from.
         judged: The held-back rows to judge on.
+        available_bytes: The memory for training; infinite if the draft is only judged.
 
     Raises:
         ModelFileError: If the draft cannot be read, or has no matrix that can be trained.
@@ -467,9 +468,10 @@ class Trainer:
         draft: Path,
         learnt: PackedRows,
         judged: PackedRows,
+        available_bytes: float = math.inf,
     ) -> None:
         weights = read_weights(draft)
-        check_memory(draft, weights, available_memory_bytes())
+        check_memory(draft, weights, available_bytes)
         self.file = draft
         self.learnt = learnt
         self.judged = judged

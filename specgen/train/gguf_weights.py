@@ -212,7 +212,15 @@ class _Metadata:
     @property
     def rope_scaling(self) -> str:
         """How the positions of RoPE are scaled: ``none``, ``linear``, or in another way."""
-        return str(self.value("rope.scaling.type", "none"))
+        return str(self.value("rope.scaling.type", "linear"))
+
+    @property
+    def rope_factor(self) -> float:
+        """The divisor of positions, as llama.cpp reads it; old files have another name for it."""
+        if self.rope_scaling == "none":
+            return 1.0
+        factor = self.value("rope.scaling.factor", self.value("rope.scale_linear", 1.0))
+        return float(factor) or 1.0  # 0 stands for no scaling
 
 
 def _check_implemented(metadata: _Metadata, head_size: int) -> None:
@@ -226,6 +234,7 @@ def _check_implemented(metadata: _Metadata, head_size: int) -> None:
         "expert_count": metadata.value("expert_count", 0) > 0,
         "final_logit_softcapping": metadata.value("final_logit_softcapping", 0.0) > 0,
         "rope.dimension_count": metadata.value("rope.dimension_count", head_size) != head_size,
+        "rope.scaling.attn_factor": metadata.value("rope.scaling.attn_factor", 1.0) != 1.0,
         "rope.scaling.type": metadata.rope_scaling not in ("none", "linear"),
         "split.count": "split.count" in metadata.reader.fields,
     }
@@ -258,10 +267,7 @@ def _attention_of(metadata: _Metadata, layer: int) -> _LayerAttention:
             local_base = float(metadata.value("rope.freq_base_swa", _GEMMA3_LOCAL_BASE))
             return _LayerAttention(local_base, window=window)
     base = float(metadata.value("rope.freq_base", 10_000.0))
-    factor = 1.0
-    if metadata.rope_scaling == "linear":
-        factor = float(metadata.value("rope.scaling.factor", 1.0))
-    return _LayerAttention(base, factor)
+    return _LayerAttention(base, metadata.rope_factor)
 
 
 def model_rows(path: Path, tokens: NDArray[Any]) -> tuple[FloatArray, FloatArray]:

@@ -41,6 +41,7 @@ from specgen.session.kept_answers import (
     read_learnt,
 )
 from specgen.system.files import NEW_SUFFIX, locked, new_beside, write_errors
+from specgen.system.machine import available_memory_bytes
 from specgen.train.target_text import PackedRows, kept_texts, pack_split
 from specgen.train.training_loop import Budget, Schedule, check_library
 
@@ -256,10 +257,10 @@ def _best_start(
     """Judge the original weights and those in use, and start from the better ones."""
     from specgen.train.distillation import Trainer
 
-    original = Trainer(draft, learnt_rows, judged_rows)
+    original = Trainer(draft, learnt_rows, judged_rows, available_memory_bytes())
     if weights_in_use is not None:
         with contextlib.suppress(ModelFileError):  # damaged weights are ignored, as in loading
-            in_use = Trainer(weights_in_use, learnt_rows, judged_rows)
+            in_use = Trainer(weights_in_use, learnt_rows, judged_rows, available_memory_bytes())
             is_better = in_use.before.agreement > original.before.agreement
             trainer = in_use if is_better else original
             return _Start(trainer, original.before, in_use.before)

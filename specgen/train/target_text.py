@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -52,6 +52,17 @@ _MAX_CONTEXT_TOKENS = 192
 #: One in ten prompts is held back: drafts are judged on its answer, not trained on it.
 _HELD_BACK_EVERY = 10
 
+#: What NumPy raises on a damaged file, whose arrays may seem to be encrypted, for example.
+_DAMAGE = (
+    OSError,
+    KeyError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+)
+
 _Tokens: TypeAlias = tuple[int, ...]
 
 
@@ -76,22 +87,29 @@ class TargetText:
 
     Args:
         folder: The folder that `write_text` wrote to.
-        prompts: Other prompts' answers are ignored; None to use all answers.
+        prompts: Other prompts' answers are ignored, and a prompt's index decides whether it is held
+            back. None to use all answers, as they were written.
 
     Raises:
         ModelFileError: If a file is damaged.
     """
 
-    def __init__(self, folder: Path, prompts: Collection[str] | None = None) -> None:
-        wanted_prompts = None if prompts is None else frozenset(prompts)
+    def __init__(self, folder: Path, prompts: Sequence[str] | None = None) -> None:
         self.answers: list[TargetAnswer] = []
         #: The file of each answer.
         self._paths: list[Path] = []
+        indices = {prompt: index for index, prompt in enumerate(prompts or ())}
         for path in sorted(folder.glob(_FILE_PATTERN)):
             answer = _read_answer(path)
-            if wanted_prompts is None or answer.prompt in wanted_prompts:
-                self.answers.append(answer)
-                self._paths.append(path)
+            if prompts is not None:
+                index = indices.get(answer.prompt)
+                if index is None:
+                    continue
+                # It may have been written for another list of prompts. Drafts are compared on the
+                # prompts that this list holds back, so they must not be trained on them.
+                answer = replace(answer, is_held_back=is_held_back(index))
+            self.answers.append(answer)
+            self._paths.append(path)
 
     def hidden(self, index: int) -> NDArray[np.float16]:
         """Return the final hidden states that predicted the tokens of `answers[index]`.
@@ -117,7 +135,7 @@ def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
     try:
         with path.open("rb") as file, np.load(file) as saved:
             return [saved[name] for name in names]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except _DAMAGE as error:
         hint = f"delete {path}: it will be generated again"
         raise ModelFileError(f"{path}: not a stored answer", hint) from error
 
@@ -176,7 +194,7 @@ def write_text(
         PairError: If the target has a recurrent state.
         OutputError: If the folder cannot be written to, or another process is writing to it.
         ModelFileError: If a file in the folder is damaged.
-        UsageError: If an answer does not fit into the target's context.
+        UsageError: If no prompt fits into the target's context with its answer.
         MemoryLimitError: If there is too little memory for a context.
     """
     if session.target.has_recurrent_state:
@@ -210,6 +228,8 @@ class _TextWriter:
         self._latest_s = latest_s
         stored_answers = TargetText(folder, options.prompts).answers
         self._answered_prompts = {answer.prompt for answer in stored_answers}
+        #: The numbers of tokens of the prompts that have an answer.
+        self._answered_lengths = [len(answer.prompt_tokens) for answer in stored_answers]
         #: The number of answer tokens stored so far.
         self._n_tokens = sum(len(answer.tokens) for answer in stored_answers)
         #: Below this number of stored tokens, the target goes on until `latest_s`.
@@ -227,8 +247,17 @@ class _TextWriter:
             return self._n_tokens
         session = self._session
         max_tokens = self._options.max_tokens
-        lengths = [len(prompt.tokens) for prompt in prompts.values()]
+        # Answered prompts count, too: those that are left may be only the longest.
+        lengths = [*self._answered_lengths, *(len(prompt.tokens) for prompt in prompts.values())]
         n_ctx = _context_size(session, lengths, max_tokens)
+        # The few prompts that are too long for the context are left out.
+        fitting = {
+            index: prompt
+            for index, prompt in prompts.items()
+            if len(prompt.tokens) + max_tokens <= n_ctx
+        }
+        if not fitting:
+            return self._n_tokens
         reader = LlamaBackend(
             session.target,
             session.costs.context_options(),
@@ -246,12 +275,7 @@ class _TextWriter:
                 n_ctx=n_ctx,
             ) as engine,
         ):
-            # The few prompts that are too long for the context are left out.
-            requests = {
-                engine.insert(prompt): index
-                for index, prompt in prompts.items()
-                if len(prompt.tokens) + max_tokens <= n_ctx
-            }
+            requests = {engine.insert(prompt): index for index, prompt in fitting.items()}
             self._answer(engine, requests, reader)
         return self._n_tokens
 
@@ -332,17 +356,26 @@ def _context_size(
 ) -> int:
     """Return the size of a context in which nine of ten prompts fit with their answers.
 
+    It is at most the size that the target was trained with, even if fewer prompts fit then.
+
+    Args:
+        session: The target.
+        lengths: The numbers of tokens of all prompts.
+        max_tokens: The maximum number of tokens in an answer.
+
     Raises:
-        UsageError: If it is larger than the context that the target was trained with.
+        UsageError: If no prompt fits with its answer.
     """
     n_prompt = sorted(lengths)[int(0.9 * (len(lengths) - 1))]
     n_ctx = rounded_n_ctx(n_prompt + max_tokens)
     n_train = session.target.n_ctx_train
-    if n_train and n_ctx > n_train:
+    if not n_train or n_ctx <= n_train:
+        return n_ctx
+    if min(lengths) + max_tokens > n_train:
         raise UsageError(
             f"answers of {max_tokens} tokens do not fit into the target's context of {n_train}"
         )
-    return n_ctx
+    return n_train
 
 
 def _answer_tokens(

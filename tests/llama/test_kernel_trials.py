@@ -135,7 +135,25 @@ def test_a_child_that_something_else_killed_decides_nothing(tried: Tried) -> Non
     assert len(tried.runs) == 2 * n_before
 
 
+def test_a_child_that_cannot_be_started_decides_nothing(tried: Tried) -> None:
+    not_started = KernelTests(tried.library, tried.cache, ["/missing/python"])
+    assert not_started.problem_of(tried.model) == ""
+    tried.dying({"skeleton": [2, SEGV], "whole": [3, SEGV]})
+    assert tried.tests.problem_of(tried.model) == "they died of SIGSEGV on step 3"
+
+
 # --- stored results -------------------------------------------------------------------------
+
+
+def test_a_model_is_tried_again_if_any_of_its_files_changes(tried: Tried, tmp_path: Path) -> None:
+    parts = [tmp_path / f"large-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"a part")
+    for content, n_runs in ((b"a part", 1), (b"another part", 2), (b"another part", 2)):
+        if parts[1].read_bytes() != content:
+            parts[1].write_bytes(content)
+        tried.tests.problem_of(parts[0])
+        assert len(tried.runs) == n_runs
 
 
 def test_a_model_is_tried_once(tried: Tried) -> None:

@@ -198,6 +198,20 @@ def test_a_result_is_remembered_until_something_changes(
     assert n_tests(log) == 5
 
 
+@pytest.mark.parametrize(
+    "command",
+    [python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), ["/missing/python"]],
+    ids=["killed", "not started"],
+)
+def test_a_self_test_that_something_else_stopped_is_not_remembered(
+    tmp_path: Path, library: Path, command: list[str]
+) -> None:
+    """The system kills a process or starts none if memory runs out."""
+    cache = tmp_path / "cache"
+    assert KernelTests(library, cache, command).self_test().outcome == "failed"
+    assert KernelTests(library, cache, answering(PASSED)).self_test() == PASSED
+
+
 def test_a_broken_file_is_written_again(tmp_path: Path, library: Path) -> None:
     file, log = tmp_path / VERDICTS, tmp_path / "log"
 

@@ -336,6 +336,22 @@ class TestOptions:
         with pytest.raises(MemoryLimitError, match=r"the workers offer only .*B"):
             LlamaModel(tiny_models / "target.gguf", workers=Workers(("a:1", "b:1")))
 
+    def test_all_files_of_a_model_count(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        def offer(endpoint: str, _timeout_s: float) -> WorkerInfo:
+            return WorkerInfo(endpoint, "1.0.0", ((2500, 2**40),), 0.0)
+
+        monkeypatch.setattr(rpc, "probe", offer)
+        monkeypatch.setattr(rpc, "check_protocol", lambda _worker: None)
+        parts = [tmp_path / f"model-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+        for part in parts:
+            part.write_bytes(bytes(1000))
+        with pytest.raises(MemoryLimitError, match="the model has 3.00 kB"):
+            rpc.check_workers(Workers(("a:1",)), parts[0])
+        parts[2].write_bytes(bytes(500))
+        rpc.check_workers(Workers(("a:1",)), parts[0])
+
     def test_a_build_without_rpc_names_the_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rpc, "built_in_backend", lambda: None)
         monkeypatch.setattr(rpc, "library_path", lambda: None)

@@ -84,6 +84,19 @@ def test_known_costs_are_measured_again(tiny_models: Path) -> None:
         assert max(opened.costs.table(draft).known.values()) < 1e5
 
 
+# --- prompts
+
+
+def test_a_prompt_that_is_left_out_has_its_number_in_the_file(tiny_models: Path) -> None:
+    """Only some of a file's prompts are tried."""
+    every_other = given_prompts(["a", "b", "long " * 900, "d"])[::2]
+    context = dataclasses.replace(ONE_THREAD, n_ctx=256)
+    with loaded(tiny_models, context) as opened:
+        found = search_drafts(opened, [], (), every_other)
+    assert found is not None
+    assert found.baseline.skipped == (3,)
+
+
 # --- interrupted
 
 

@@ -101,6 +101,14 @@ def test_a_file_that_cannot_be_read_is_reported_when_it_is_loaded(tmp_path: Path
         assert weights_budget(SessionOptions(path, "none"), ()) is ALL_WEIGHTS
 
 
+def test_a_draft_that_cannot_be_read_does_not_count(large: SessionOptions, tmp_path: Path) -> None:
+    """The others do, and the target is streamed all the same."""
+    beside_draft = budget_within(large, (large.draft,), 6 * GB)
+    assert beside_draft.max_bytes is not None
+    for path in (tmp_path / "missing.gguf", Path(__file__)):
+        assert budget_within(large, (path, large.draft), 6 * GB) == beside_draft
+
+
 def test_only_the_memory_of_this_machine_is_limited(models: Path) -> None:
     workers = ContextOptions(workers=Workers(("a:1",)), weights_memory=1000)
     with pytest.raises(UsageError, match="--weights-memory is about"):

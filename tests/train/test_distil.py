@@ -27,7 +27,7 @@ from specgen.errors import MemoryLimitError, ModelFileError, OutputError, UsageE
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.operators import dequantize, quantize
 from specgen.options import ContextOptions
-from specgen.train import gguf_weights
+from specgen.train import distillation, gguf_weights
 from specgen.train.distillation import (
     Distilled,
     Trainer,
@@ -94,6 +94,28 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, config: TinyConfig) -> No
         np.testing.assert_allclose(logits, llama_logits(path, text), atol=0.05)
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+        {"rope.scaling.factor": 4.0},
+        {"rope.scaling.factor": 0.0},
+        {"rope.scale_linear": 4.0},  # the factor's former name
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_positions_are_scaled_as_llama_cpp_scales_them(
+    tmp_path: Path, architecture: Any, scaling: dict[str, str | float]
+) -> None:
+    config = TinyConfig(architecture=architecture, sliding_window=8)
+    metadata = {f"{architecture}.{key}": value for key, value in scaling.items()}
+    path = write_tiny_model(tmp_path / "model.gguf", config, metadata=metadata)
+    text = [int(token) for token in np.random.default_rng(0).integers(4, 300, 40)]
+    np.testing.assert_allclose(own_logits(path, text)[0], llama_logits(path, text), atol=0.05)
+
+
 # --- files ----------------------------------------------------------------------------------
 
 
@@ -154,10 +176,13 @@ def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_typ
 def test_what_cannot_be_trained_is_one_error(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "a.gguf", TinyConfig(architecture="mamba"))
     write_tiny_model(tmp_path / "b.gguf", TinyConfig(), keep_fraction=0.5)
+    scaled_attention = {"llama.rope.scaling.attn_factor": 2.0}
+    write_tiny_model(tmp_path / "d.gguf", TinyConfig(), metadata=scaled_attention)
     for name, message in (
         ("a.gguf", "cannot train a model of the architecture 'mamba'"),
         ("b.gguf", "not a complete GGUF file"),
         ("c.gguf", "cannot be read"),
+        ("d.gguf", "cannot train a model with this rope.scaling.attn_factor"),
     ):
         with pytest.raises(ModelFileError, match=message):
             read_weights(tmp_path / name)
@@ -328,6 +353,20 @@ def test_training_ends_with_the_parameters_of_the_lowest_loss(
     assert state.n_steps == len(rates) == n_steps
     assert rates[0] < rates[1]
     assert (state.best_loss, state.best.get("n_steps")) == best
+
+
+def test_memory_is_only_checked_before_training(
+    text: TargetText,
+    target: Path,
+    draft: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What training used is not free when the file is judged that it wrote."""
+    available_bytes = itertools.chain([2**40], itertools.repeat(0))
+    monkeypatch.setattr(distillation, "available_memory_bytes", available_bytes.__next__)
+    found, _ = fitted(draft, texts_for(text, target, draft), tmp_path / "trained.gguf")
+    assert found is not None
 
 
 def test_errors_before_training(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specgen.errors import ModelFileError, OutputError
+from specgen.errors import ModelFileError, OutputError, UsageError
 from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable
 from specgen.session.engine import generate
@@ -100,6 +100,15 @@ def test_what_is_there_is_not_made_again(target: Path, folder: Path, copy: Path)
     assert (mine.top(0)[0] == whole.top(at)[0]).all()
 
 
+def test_the_present_list_of_prompts_decides_which_are_held_back(folder: Path) -> None:
+    """Drafts are compared on the prompts that it holds back, whoever answered them before."""
+    present = prompts(25)[3:]
+    held_back = {each.prompt for each in TargetText(folder, present).answers if each.is_held_back}
+    assert held_back == {prompts(25)[12]}  # the tenth; the twentieth has no answer yet
+    as_written = {each.prompt for each in TargetText(folder).answers if each.is_held_back}
+    assert as_written == {prompts(25)[9], prompts(25)[19]}
+
+
 def test_a_damaged_answer_is_told_and_made_again(target: Path, folder: Path, copy: Path) -> None:
     damaged = sorted(copy.glob("*.npz"))[3]
     damaged.write_bytes(damaged.read_bytes()[:-700])
@@ -110,6 +119,36 @@ def test_a_damaged_answer_is_told_and_made_again(target: Path, folder: Path, cop
     with opened(target) as loaded:
         written(loaded, copy, prompts(20), 10**6)
     assert TargetText(copy).answers[-1] == TargetText(folder).answers[3]
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(6, 99), (8, 1), (10, 99)],
+    ids=["of a later version", "encrypted", "compressed in an unknown way"],
+)
+def test_a_single_wrong_byte_is_told(copy: Path, offset: int, value: int) -> None:
+    """The first array in the archive seems to be stored in another way."""
+    damaged = min(copy.glob("*.npz"))
+    content = bytearray(damaged.read_bytes())
+    content[content.index(b"PK\1\2") + offset] = value
+    damaged.write_bytes(content)
+    with pytest.raises(ModelFileError, match="not a stored answer"):
+        TargetText(copy)
+
+
+def test_prompts_that_are_too_long_are_left_out_each_time(tmp_path: Path) -> None:
+    """Of the prompts left for a second command, all are too long."""
+    config = TinyConfig(logit_scale=6, n_ctx_train=256)
+    short = prompts(20)
+    few_long = [*short, "a b " * 150]
+    more_long = [*short, *("a b " * n for n in range(150, 160))]
+    with opened(write_tiny_model(tmp_path / "t.gguf", config)) as loaded:
+        for folder, texts in (("few", few_long), ("more", more_long)):
+            for _ in range(2):
+                assert written(loaded, tmp_path / folder, texts, 10**6) == 20 * N_ANSWER
+            assert {each.prompt for each in TargetText(tmp_path / folder).answers} == set(short)
+        with pytest.raises(UsageError, match="do not fit into the target's context of 256"):
+            written(loaded, tmp_path / "none", more_long[20:])
 
 
 def test_one_process_writes_at_a_time(target: Path, tmp_path: Path) -> None:

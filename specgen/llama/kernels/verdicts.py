@@ -21,9 +21,15 @@ from specgen import __version__
 from specgen.errors import OutputError
 from specgen.llama.kernels.attached import ggml_version
 from specgen.llama.library import build
+from specgen.models.files import parts_of, size_of
 from specgen.system.files import KeptResults, digest_of, scratch_folder, version_of
 from specgen.system.machine import cpuinfo
-from specgen.system.processes import ChildDiedError, ChildError, ask_child_again
+from specgen.system.processes import (
+    ChildDiedError,
+    ChildError,
+    ChildStartError,
+    ask_child_again,
+)
 
 #: The environment variable that chooses an instruction set for the kernels.
 INSTRUCTIONS_VARIABLE = "SPECGEN_KERNELS_INSTRUCTIONS"
@@ -33,7 +39,7 @@ VERDICTS = "kernels.json"
 #: The command of a child process; `kernel_trial.py` describes its arguments.
 CHILD: Sequence[str] = (sys.executable, "-m", "specgen.llama.kernels.kernel_trial")
 SELF_TEST_TIMEOUT_S = 60.0
-#: The time limit of a trial, to which the time to read the file at `_BYTES_PER_S` is added.
+#: The time limit of a trial, to which the time to read the files at `_BYTES_PER_S` is added.
 _TRIAL_TIMEOUT_S = 120.0
 _BYTES_PER_S = 20e6
 #: Signals that say nothing about the kernels: the system ran out of memory, the user ended the
@@ -90,19 +96,22 @@ class KernelTests:
         key = digest_of(self._circumstances)
         verdict = None if rerun else self._remembered(key)
         if verdict is None:
-            verdict = self._run_self_test()
+            try:
+                verdict = self._run_self_test()
+            except ChildError as error:
+                verdict = KernelVerdict("failed", _reason_with_last_words(error))
+                if not _concerns_kernels(error):
+                    return verdict  # for now: the next process tests them again
             self._remember(key, verdict)
         return verdict
 
     def _run_self_test(self) -> KernelVerdict:
-        """Run the self-test in a child process."""
-        try:
-            answer = ask_child_again([*self._command, os.fspath(self.library)], SELF_TEST_TIMEOUT_S)
-        except ChildError as error:
-            reason = _reason(error)
-            if isinstance(error, ChildDiedError) and error.last_stderr_line:
-                reason += f": {error.last_stderr_line}"
-            return KernelVerdict("failed", reason)
+        """Run the self-test in a child process.
+
+        Raises:
+            ChildError: If the child gave no answer.
+        """
+        answer = ask_child_again([*self._command, os.fspath(self.library)], SELF_TEST_TIMEOUT_S)
         return _parse_verdict(answer) or KernelVerdict("failed", "it gave no answer")
 
     # --- a model
@@ -111,11 +120,13 @@ class KernelTests:
         """Return why the kernels cannot compute a model; empty if they can.
 
         Args:
-            model: The model's file.
+            model: The model's first file.
             rerun: Whether to try it even if the verdict is known.
         """
-        file_version = [str(model.resolve()), *version_of(model)]
-        key = digest_of({**self._circumstances, "file": file_version})
+        # A part that is missing is reported when the model is loaded.
+        parts = [part for part in parts_of(model) if part.is_file()]
+        versions = [(str(part.resolve()), *version_of(part)) for part in parts]
+        key = digest_of({**self._circumstances, "files": versions})
         verdict = None if rerun else self._remembered(key)
         if verdict is None:
             verdict = self._try_model(model)
@@ -169,17 +180,17 @@ class KernelTests:
         Returns:
             ``passed`` if the child ends normally, ``failed`` if it crashes or takes too long. None
             if the trial shows nothing about the kernels: llama.cpp cannot load the file, or the
-            child was killed.
+            child was killed or could not be started.
         """
         # The child adds a line to this file before each step. If it crashes, the last line tells
         # where.
         steps_file = folder / "steps"
         command = [*self._command, str(self.library), size, str(model), str(steps_file)]
-        timeout_s = _TRIAL_TIMEOUT_S + model.stat().st_size / _BYTES_PER_S
+        timeout_s = _TRIAL_TIMEOUT_S + sum(map(size_of, parts_of(model))) / _BYTES_PER_S
         try:
             answer = ask_child_again(command, timeout_s, prepare=lambda: steps_file.write_text(""))
         except ChildError as error:
-            if isinstance(error, ChildDiedError) and error.signal_name in _UNRELATED_SIGNALS:
+            if not _concerns_kernels(error):
                 return None
             reason = _reason(error)
             steps = steps_file.read_text(encoding="utf-8").splitlines()
@@ -231,6 +242,21 @@ def _parse_verdict(value: Any) -> KernelVerdict | None:
         return None
     is_text = all(isinstance(field, str) for field in astuple(verdict))
     return verdict if is_text else None
+
+
+def _concerns_kernels(error: ChildError) -> bool:
+    """Return whether the kernels may be why a child gave no answer."""
+    if isinstance(error, ChildDiedError):
+        return error.signal_name not in _UNRELATED_SIGNALS
+    return not isinstance(error, ChildStartError)
+
+
+def _reason_with_last_words(error: ChildError) -> str:
+    """Return why a child gave no answer, with the last line that it wrote to stderr."""
+    reason = _reason(error)
+    if isinstance(error, ChildDiedError) and error.last_stderr_line:
+        reason += f": {error.last_stderr_line}"
+    return reason
 
 
 def _reason(error: ChildError) -> str:
