@@ -100,6 +100,8 @@ ANSWERS: dict[str, tuple[CallForm, str, str | None, list[tuple[str, Any]]]] = {
         "\nSo.",
         [SUM],
     ),
+    "marked, in the tags of the tools": (LLAMA, f"<|python_tag|><tools>{ADD}</tools>", None, [SUM]),
+    "marked, fenced": (LLAMA, f"<|python_tag|>```json\n{ADD}\n```", None, [SUM]),
     "in two braces, then text": (HERMES, f"{{{ADD}}}\n\nSo.", "\n\nSo.", [SUM]),
     "a template in two braces": (HERMES, "{{ name }}, {{ more }}", "{{ name }}, {{ more }}", []),
     "an object of objects": (HERMES, '{"a": {"b": {}}}', '{"a": {"b": {}}}', []),
