@@ -457,6 +457,17 @@ def test_no_part_of_a_text_is_a_broken_call(name: str) -> None:
             assert is_cut or calls or content == text[:end]
 
 
+@pytest.mark.parametrize("name", ["Qwen-Coder", "GLM", "MiniMax", "DeepSeek", "Mistral"])
+def test_the_last_value_of_a_call_may_lack_what_ends_it(name: str) -> None:
+    text = WRITTEN.get(
+        name, '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "K", "days": 3'
+    )
+    text = text[: text.index("3") + 1]
+    for pieces in cuts(text):
+        expected = [("weather", {"city": "K", "days": 3})]
+        assert parsed(form(name), pieces)[:2] == ("", expected), pieces
+
+
 def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> None:
     text = (
         "<tool_call>\n<function=weather>\n<parameter=city>\n"
