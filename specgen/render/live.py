@@ -460,7 +460,10 @@ class Thought:
         return thoughts, answer
 
     def _end_block(self) -> Iterator[Run]:
-        """Yield what follows the thinking block: an empty line, or the line that replaces it."""
+        """Yield what follows the thinking block: an empty line, or the line that replaces it.
+
+        Nothing follows a blank block, which is not shown.
+        """
         assert self._first_s is not None, "the block has begun"
         end = "\n\n"
         if self._folds:
@@ -468,7 +471,8 @@ class Thought:
             n_tokens = counted(self._n_tokens, "token")
             end = f"thought for {seconds:.1f} s, {n_tokens} (/think shows it)\n"
         self._first_s = None
-        yield Run(end, "faint")
+        if not self._is_blank:
+            yield Run(end, "faint")
 
     def finish(self) -> Iterator[Run]:
         """End the answer, and yield the rest of it, which was held back as a possible mark."""

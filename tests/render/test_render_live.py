@@ -263,6 +263,16 @@ def test_a_round_may_end_within_the_mark_of_an_answer() -> None:
         assert terminal.rows == [*thoughts, "So."]
 
 
+@pytest.mark.parametrize("folds", [False, True])
+def test_an_empty_thought_is_not_shown_however_it_was_drafted(folds: bool) -> None:
+    by_tokens = Script().prompt().plain("<think>").plain("\n\n").plain("</think>").plain("So.")
+    in_a_round = Script().prompt().round(["<think>", "\n\n", "</think>"], 3, "So.")
+    for script in (by_tokens, in_a_round):
+        terminal = Terminal(rows=12)
+        play(terminal, script.finish().events, thinks=True, folds=folds)
+        assert terminal.rows == ["So."]
+
+
 def test_the_end_of_a_thought_that_is_broken_off_is_shown() -> None:
     terminal = Terminal()
     script = Script().prompt().plain("<think>").plain("if a ").plain("<").finish("interrupted")
