@@ -491,6 +491,25 @@ def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> Non
         assert json.loads(typed_json(value, {"type": types})) == read
 
 
+def test_a_text_may_be_allowed_without_being_the_type() -> None:
+    """Pydantic describes an optional text as a choice of two schemas, and an enumeration may have
+    no type.
+    """
+    optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    for value, schema, read in (
+        ("1.10", optional, "1.10"),
+        ("true", optional, "true"),
+        ("null", optional, None),
+        ("1.10", {"oneOf": [TEXT, {"enum": ["a"]}]}, "1.10"),
+        ("1.10", {"enum": ["1.10", "1.2"]}, "1.10"),
+        ("1", {"enum": ["1", 1]}, 1),
+        ("5", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 5),
+        ('{"a": 1}', {"anyOf": [TEXT, {"$ref": "#/$defs/other"}]}, {"a": 1}),
+        ("5", {"anyOf": [TEXT, {}]}, 5),
+    ):
+        assert json.loads(typed_json(value, schema)) == read, (value, schema)
+
+
 def test_gpt_oss_names_the_channel_of_a_call_anywhere() -> None:
     for head in (
         "<|channel|>commentary to=functions.weather <|constrain|>json",
