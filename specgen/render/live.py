@@ -205,7 +205,7 @@ class LiveRenderer(Renderer):
     def _finish(self) -> None:
         self._fit()
         if self._thought is not None:
-            self._flow.feed(self._thought.fold())
+            self._flow.feed(self._thought.finish())
         self._region.close(self._settled_codes(self._flow.finish()))
 
     def _fit(self) -> None:
@@ -442,7 +442,7 @@ class Thought:
             else:
                 yield run
         if self._first_s is not None and not self._reader.is_open:  # the block has just ended
-            yield from self.fold()
+            yield from self._end_block()
         yield from answer
 
     def _split(self, runs: Iterable[Run]) -> tuple[str, list[Run]]:
@@ -459,21 +459,28 @@ class Thought:
                 answer.append(Run(rest, mark))
         return thoughts, answer
 
-    def fold(self) -> Iterator[Run]:
-        """End the thinking block, and yield the text that follows it.
+    def _end_block(self) -> Iterator[Run]:
+        """Yield what follows the thinking block: an empty line, or the line that replaces it.
 
-        If there is a block that has not been ended before, this is an empty line, or the line that
-        replaces a folded block. Text that was held back as a possible mark comes after it.
+        Nothing follows a blank block, which is not shown.
         """
-        if self._first_s is not None:
-            end = "\n\n"
-            if self._folds:
-                seconds = self._last_s - self._first_s
-                n_tokens = counted(self._n_tokens, "token")
-                end = f"thought for {seconds:.1f} s, {n_tokens} (/think shows it)\n"
-            self._first_s = None
+        assert self._first_s is not None, "the block has begun"
+        end = "\n\n"
+        if self._folds:
+            seconds = self._last_s - self._first_s
+            n_tokens = counted(self._n_tokens, "token")
+            end = f"thought for {seconds:.1f} s, {n_tokens} (/think shows it)\n"
+        self._first_s = None
+        if not self._is_blank:
             yield Run(end, "faint")
-        _, answer = self._reader.finish()
+
+    def finish(self) -> Iterator[Run]:
+        """End the answer, and yield the rest of it, which was held back as a possible mark."""
+        thought, answer = self._reader.finish()
+        if thought and not self._folds:
+            yield Run(thought, "faint")
+        if self._first_s is not None:  # the answer was stopped within the block
+            yield from self._end_block()
         if answer:
             yield Run(answer, "plain")
 

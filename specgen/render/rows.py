@@ -467,6 +467,11 @@ def _gap_between_words(cells: Sequence[Cell], start: int, end: int) -> range | N
     return None
 
 
+def _columns_of(rows: Iterable[Row]) -> int:
+    """Return the number of columns of rows on one line, with the spaces that are not drawn."""
+    return sum(row.width + _total_width(row.gap) for row in rows)
+
+
 class Flow:
     """Lays out a growing text in rows, and keeps the rows that were not handed out yet."""
 
@@ -478,7 +483,8 @@ class Flow:
         #: The rows of the last line that were not handed out yet; at least one, which may be empty.
         #: Only the last of them can still change.
         self.rows: list[Row] = [EMPTY_ROW]
-        #: The number of columns of the last line before its last row; tab stops depend on it.
+        #: The number of columns of the last line before its last row, with the spaces between rows;
+        #: tab stops depend on it.
         self._columns_before = 0
         #: Whether the last line is in a block of code.
         self._in_code = False
@@ -507,7 +513,7 @@ class Flow:
     def resize(self, columns: int) -> None:
         """Lay out the rows of the last line again, for another width of the screen."""
         self.columns = columns
-        self._columns_before -= sum(row.width for row in self.rows[:-1])
+        self._columns_before -= _columns_of(self.rows[:-1])
         cells = [cell for row in self.rows for cell in (*row.cells, *row.gap)]
         self.rows = [EMPTY_ROW]
         self._lay_out(cells)
@@ -564,7 +570,7 @@ class Flow:
             self._is_literal = self._in_code or beginning.startswith(("    ", "|"))
         rows = wrap(cells, self.columns, between_words=not self._is_literal)
         self.rows[-1:] = rows
-        self._columns_before += sum(row.width for row in rows[:-1])
+        self._columns_before += _columns_of(rows[:-1])
 
     def _start_line(self) -> None:
         """Settle the rows of the last line, and start another one."""

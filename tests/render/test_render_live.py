@@ -253,6 +253,33 @@ def test_a_thought_that_is_broken_off_leaves_its_line_and_so_does_one_of_the_tem
     assert terminal.rows == [FOLDED.format("0.1", 2), "So."]
 
 
+def test_a_round_may_end_within_the_mark_of_an_answer() -> None:
+    script = Script().prompt().plain("<|channel|>analysis<|message|>").plain("why not")
+    script.round(["<|end|>", "<|start|>"], 2, "assistant").plain("<|channel|>final<|message|>")
+    events = script.plain("So.").finish().events
+    for folds, thoughts in ((True, [FOLDED.format("0.2", 5)]), (False, ["why not", ""])):
+        terminal = Terminal(rows=12)
+        play(terminal, events, thinks=True, folds=folds)
+        assert terminal.rows == [*thoughts, "So."]
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_an_empty_thought_is_not_shown_however_it_was_drafted(folds: bool) -> None:
+    by_tokens = Script().prompt().plain("<think>").plain("\n\n").plain("</think>").plain("So.")
+    in_a_round = Script().prompt().round(["<think>", "\n\n", "</think>"], 3, "So.")
+    for script in (by_tokens, in_a_round):
+        terminal = Terminal(rows=12)
+        play(terminal, script.finish().events, thinks=True, folds=folds)
+        assert terminal.rows == ["So."]
+
+
+def test_the_end_of_a_thought_that_is_broken_off_is_shown() -> None:
+    terminal = Terminal()
+    script = Script().prompt().plain("<think>").plain("if a ").plain("<").finish("interrupted")
+    play(terminal, script.events, thinks=True)
+    assert terminal.rows == ["if a <"]
+
+
 def test_a_thought_stays_dim_where_nothing_shows_it_again() -> None:
     terminal = Terminal(rows=12)
     script = Script().prompt().plain("[THINK]").plain("why ").plain("not[/THINK]").plain("So.")

@@ -133,6 +133,15 @@ def test_tabs_go_to_the_next_stop() -> None:
     assert [text_of(row) for row in flow.finish()] == ["a       bc      d", "        e"]
 
 
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_a_tab_stop_does_not_depend_on_how_the_text_is_split(size: int) -> None:
+    text = "some words and more\tend"
+    flow = Flow(12)
+    for start in range(0, len(text), size):
+        flow.feed([Run(text[start : start + size], "plain")])
+    assert [text_of(row) for row in flow.finish()] == ["some words", "and more", "end"]
+
+
 def test_rejected_text_neither_breaks_a_line_nor_joins_a_character() -> None:
     flow = Flow(40)
     flow.feed([Run("e", "plain"), Run("\u0301\n\tx", "rejected"), Run("\u0301", "corrected")])

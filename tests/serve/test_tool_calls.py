@@ -100,6 +100,8 @@ ANSWERS: dict[str, tuple[CallForm, str, str | None, list[tuple[str, Any]]]] = {
         "\nSo.",
         [SUM],
     ),
+    "marked, in the tags of the tools": (LLAMA, f"<|python_tag|><tools>{ADD}</tools>", None, [SUM]),
+    "marked, fenced": (LLAMA, f"<|python_tag|>```json\n{ADD}\n```", None, [SUM]),
     "in two braces, then text": (HERMES, f"{{{ADD}}}\n\nSo.", "\n\nSo.", [SUM]),
     "a template in two braces": (HERMES, "{{ name }}, {{ more }}", "{{ name }}, {{ more }}", []),
     "an object of objects": (HERMES, '{"a": {"b": {}}}', '{"a": {"b": {}}}', []),
@@ -455,6 +457,17 @@ def test_no_part_of_a_text_is_a_broken_call(name: str) -> None:
             assert is_cut or calls or content == text[:end]
 
 
+@pytest.mark.parametrize("name", ["Qwen-Coder", "GLM", "MiniMax", "DeepSeek", "Mistral"])
+def test_the_last_value_of_a_call_may_lack_what_ends_it(name: str) -> None:
+    text = WRITTEN.get(
+        name, '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "K", "days": 3'
+    )
+    text = text[: text.index("3") + 1]
+    for pieces in cuts(text):
+        expected = [("weather", {"city": "K", "days": 3})]
+        assert parsed(form(name), pieces)[:2] == ("", expected), pieces
+
+
 def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> None:
     text = (
         "<tool_call>\n<function=weather>\n<parameter=city>\n"
@@ -476,6 +489,25 @@ def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> Non
         (["object", "string"], "{no json", "{no json"),
     ):
         assert json.loads(typed_json(value, {"type": types})) == read
+
+
+def test_a_text_may_be_allowed_without_being_the_type() -> None:
+    """Pydantic describes an optional text as a choice of two schemas, and an enumeration may have
+    no type.
+    """
+    optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    for value, schema, read in (
+        ("1.10", optional, "1.10"),
+        ("true", optional, "true"),
+        ("null", optional, None),
+        ("1.10", {"oneOf": [TEXT, {"enum": ["a"]}]}, "1.10"),
+        ("1.10", {"enum": ["1.10", "1.2"]}, "1.10"),
+        ("1", {"enum": ["1", 1]}, 1),
+        ("5", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 5),
+        ('{"a": 1}', {"anyOf": [TEXT, {"$ref": "#/$defs/other"}]}, {"a": 1}),
+        ("5", {"anyOf": [TEXT, {}]}, 5),
+    ):
+        assert json.loads(typed_json(value, schema)) == read, (value, schema)
 
 
 def test_gpt_oss_names_the_channel_of_a_call_anywhere() -> None:

@@ -76,6 +76,12 @@ _THOUGHTS = [
     "<|open|>think<|sep|>why < not<|open|>response<|sep|>so < it<|close|>response<|sep|>",  # no end
     "so < it",
 ]
+#: Texts that may become a mark with any name, the last of which does not.
+_NAMED_MARKS = [
+    "<|eom|>to=to=self<|message|>",
+    "<|start|>assistant to=user<|message|>so to=be=to=self<|message|>",
+    "<|eom|>to=be < it",
+]
 
 
 class TestThoughts:
@@ -95,6 +101,14 @@ class TestThoughts:
             found[index] += part
         inner = thought.strip().removeprefix("<think>").removesuffix("</think>")
         assert found == [inner, "the answer </think> is <think>"]
+
+    @pytest.mark.parametrize("text", _NAMED_MARKS)
+    def test_a_mark_with_a_name_is_found_however_the_text_is_cut(self, text: str) -> None:
+        whole = ThoughtReader.read(text)
+        for end in range(1, len(text)):
+            reader = ThoughtReader()
+            parts = [reader.feed(text[:end]), reader.feed(text[end:]), reader.finish()]
+            assert tuple(map("".join, zip(*parts, strict=True))) == whole, text[:end]
 
     def test_a_thought_that_the_template_begins(self) -> None:
         assert ThoughtReader("<|assistant|>\n<think>\n").is_open

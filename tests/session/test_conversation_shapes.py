@@ -201,6 +201,23 @@ def test_calls_without_ids_get_their_results_in_order(name: str | None) -> None:
     ]
 
 
+def test_calls_that_get_their_own_turns_do_not_repeat_the_thoughts() -> None:
+    calls = (ToolCall("a", "look", {}), ToolCall("b", "go", {}))
+    messages = [
+        Message("user", "x"),
+        Message("assistant", "both", calls, reasoning="why"),
+        Message("tool", "sun", tool_call_id="a"),
+        Message("tool", "rain", tool_call_id="b"),
+    ]
+    turns = fitted(STRICT["Llama 3"], messages, TOOLS).messages
+    assert [(turn.tool_calls, turn.content, turn.reasoning) for turn in turns[1:]] == [
+        (calls[:1], "both", "why"),
+        ((), "sun", None),
+        (calls[1:], "", None),
+        ((), "rain", None),
+    ]
+
+
 def test_results_belong_to_calls_of_their_names() -> None:
     """A template that drops the results of other tools gets all of them in another shape."""
     template = (

@@ -97,12 +97,13 @@ def _with_single_calls(messages: Messages) -> Messages:
     """Give each call a turn of its own, followed by its results, for Llama 3's template."""
     new_messages: Messages = []
     for answered in answered_messages(messages):
-        content = answered.message.content
+        turn = answered.message
         for call in answered.calls:
-            single_call = replace(answered.message, content=content, tool_calls=(call.call,))
+            single_call = replace(turn, tool_calls=(call.call,))
             new_messages.append(single_call)
             new_messages += call.results
-            content = ""  # only the first of them has the text
+            # Only the first of them has the text and the thoughts.
+            turn = replace(turn, content="", reasoning=None)
         if not answered.calls:
             new_messages.append(answered.message)
     return new_messages

@@ -289,11 +289,13 @@ def _held_length(text: str, mark: str) -> int:
     """Return the number of characters at the end of a text that may be the beginning of a mark."""
     # A mark may be "<beginning>name<ending>" with any name.
     beginning, has_name, ending = mark.partition(ANY)
-    place = text.rfind(beginning)
-    if has_name and place >= 0:
-        after_name = re.sub(r"\A[^\s<>]*", "", text[place + len(beginning) :])
-        if len(after_name) < len(ending) and ending.startswith(after_name):
-            return len(text) - place
+    if has_name:
+        n_of_ending = partial_match_length(text, ending)
+        before_ending = text[: len(text) - n_of_ending]
+        # A name may contain the beginning of the mark, so the first place counts.
+        begun = re.search(re.escape(beginning) + r"[^\s<>]*\Z", before_ending)
+        if begun is not None:
+            return len(text) - begun.start()
     return partial_match_length(text, beginning)
 
 

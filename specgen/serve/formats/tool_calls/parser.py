@@ -26,14 +26,11 @@ _BEFORE_BARE_CALL = re.compile(
     rf"\s*(?:<\|python_tag\|>\s*)?(?:{OPENING_FENCE}\s*)?"
     r"(?:\{\s*)?(?=\{\s*[^\s{]|\[\s*\{)"
 )
-#: Such a text whose end has not arrived yet. Incomplete tags are recognised separately, with
-#: `_TAGS_BEFORE_BARE_CALL`.
+#: Such a text whose end has not arrived yet, apart from incomplete tags.
 _MAY_COME_BEFORE_BARE_CALL = re.compile(
     r"\s*(?:<\|python_tag\|>\s*)?"
     rf"(?:`{{0,2}}|```(?:j|js|jso)|(?:{OPENING_FENCE}\s*)?(?:\[\s*|(?:\{{\s*){{0,2}}))"
 )
-#: The tags that may come before a bare call.
-_TAGS_BEFORE_BARE_CALL = (PYTHON_TAG, TOOLS_TAG)
 #: The braces after a call in two braces, of which some models write too many.
 _EXTRA_BRACES = re.compile(r"(?:\s*\})*")
 #: The characters that some models write between two JSON objects, whatever their template does.
@@ -311,10 +308,8 @@ class ToolCallParser:
         text = self._rest
         if self._is_last:
             return self._take(len(text))
-        if self._is_beginning:
-            is_tag_begun = any(tag.startswith(text.strip()) for tag in _TAGS_BEFORE_BARE_CALL)
-            if is_tag_begun or _MAY_COME_BEFORE_BARE_CALL.fullmatch(text):
-                return ""
+        if self._is_beginning and _may_come_before_bare_call(text):
+            return ""
         marks = (self._form.mark, self._form.inner_mark)
         n_partial_mark = max(partial_match_length(text, mark) for mark in marks)
         n_certain = len(text[: len(text) - n_partial_mark].rstrip())
@@ -423,8 +418,9 @@ class ToolCallParser:
         # The first of several calls decides whether they are in a fence.
         if not self._is_after_call:
             self._closing_fence = ""
+            after_python_tag = text.lstrip().removeprefix(PYTHON_TAG).lstrip()
             for opening, closing in _FENCES.items():
-                if text.lstrip().startswith(opening):
+                if after_python_tag.startswith(opening):
                     self._closing_fence = f"\n{closing}"
             self._has_two_braces = text[:begin].rstrip().endswith("{")
         # If calls are objects, skip the rest of the opening. A bare object has no opening.
@@ -553,6 +549,14 @@ class ToolCallParser:
         if not isinstance(arguments, dict):
             return None
         return _NewCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _may_come_before_bare_call(text: str) -> bool:
+    """Return whether a text may be the beginning of what comes before a bare call."""
+    stripped = text.strip()
+    after_python_tag = stripped.removeprefix(PYTHON_TAG).lstrip()
+    is_tag_begun = PYTHON_TAG.startswith(stripped) or TOOLS_TAG.startswith(after_python_tag)
+    return is_tag_begun or _MAY_COME_BEFORE_BARE_CALL.fullmatch(text) is not None
 
 
 @functools.lru_cache(maxsize=16)

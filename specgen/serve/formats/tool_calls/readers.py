@@ -231,10 +231,13 @@ class PairsReader:
             self._place = value_start
             return self._after_comma(key_json + '"')
         value_end, is_complete = self._value_end(value_start)
-        if not is_complete:
-            return NoMatch.UNCLEAR
         value = self._without_line_end(self._text[value_start:value_end])
-        self._place = value_end + len(self._closing)
+        if is_complete:
+            self._place = value_end + len(self._closing)
+        elif self._is_last and value:  # the text after it is missing
+            self._place = len(self._text)
+        else:
+            return NoMatch.UNCLEAR
         value_json = typed_json(value, schema, self._pair.tag_prefix)
         return self._after_comma(key_json + value_json)
 

@@ -54,6 +54,7 @@ _PYTHON_WORDS = {
 _MAX_DEPTH = 100
 #: The types of JSON schemas that a Python value has.
 _SCHEMA_TYPES: Mapping[type, set[str]] = {
+    str: {"string"},
     type(None): {"null"},
     bool: {"boolean"},
     int: {"integer", "number"},
@@ -487,10 +488,7 @@ def _value(text: str, schema: Any) -> Any:
     """
     if _CDATA in text:
         text = text.removeprefix(_CDATA).removesuffix("]]>")
-    kinds = as_mapping(schema).get("type", ())
-    if isinstance(kinds, str):
-        kinds = [kinds]
-    kinds = set(kinds)
+    kinds = _types_of(schema)
     if kinds == {"string"}:
         return text
     stripped = text.strip()
@@ -505,3 +503,21 @@ def _value(text: str, schema: Any) -> Any:
     if "string" in kinds and not kinds & _SCHEMA_TYPES.get(type(value), set()):
         return text
     return value
+
+
+def _types_of(schema: Any) -> set[str]:
+    """Return the names of the JSON types that a schema allows; empty if it may allow any."""
+    schema = as_mapping(schema)
+    kinds = schema.get("type", ())
+    if kinds:
+        return {kinds} if isinstance(kinds, str) else set(kinds)
+    choices = schema.get("enum")
+    if isinstance(choices, list):
+        return set().union(*(_SCHEMA_TYPES.get(type(choice), set()) for choice in choices))
+    options = schema.get("anyOf", schema.get("oneOf"))
+    if not isinstance(options, list):
+        return set()
+    types_of_options = [_types_of(option) for option in options]
+    if not all(types_of_options):
+        return set()
+    return set().union(*types_of_options)
