@@ -99,7 +99,7 @@ class KernelTests:
             try:
                 verdict = self._run_self_test()
             except ChildError as error:
-                verdict = KernelVerdict("failed", _reason_with_last_words(error))
+                verdict = KernelVerdict("failed", _reason_with_last_line(error))
                 if not _concerns_kernels(error):
                     return verdict  # for now: the next process tests them again
             self._remember(key, verdict)
@@ -251,7 +251,7 @@ def _concerns_kernels(error: ChildError) -> bool:
     return not isinstance(error, ChildStartError)
 
 
-def _reason_with_last_words(error: ChildError) -> str:
+def _reason_with_last_line(error: ChildError) -> str:
     """Return why a child gave no answer, with the last line that it wrote to stderr."""
     reason = _reason(error)
     if isinstance(error, ChildDiedError) and error.last_stderr_line:
