@@ -19,7 +19,7 @@ from specgen.cli.help_pages import examples
 from specgen.cli.llama_cpp_options import translated
 from specgen.errors import UsageError
 from specgen.option_fields import LARGEST_FACTOR
-from specgen.options import GenerationOptions, SamplerOptions
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.serve.formats.parsed_request import NO_DEFAULTS
 from specgen.serve.formats.single_request import read_request
 from tests.helpers.cli import Cli, Result, Specgen, complaint, events_of
@@ -281,6 +281,33 @@ def test_an_error_of_usage_shows_the_value_or_what_to_do(
     result = specgen(*words)
     assert result.code == 2
     assert said in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("run", "-f", ""), "--file"),
+        (("run", "hi", "--html="), "--html"),
+        (("run", "hi", "--lookup-file", "notes.txt", "--lookup-file", ""), "--lookup-file"),
+        (("run", "hi", "--grammar-file", ""), "--grammar-file"),
+        (("chat", "--file", ""), "--file"),
+        (("fim", "x.py:1", "--context-file", ""), "--context-file"),
+        (("batch", "", "answers.jsonl"), "IN"),
+        (("race", "hi", "--svg", ""), "--svg"),
+        (("bench", "--prompts", ""), "--prompts"),
+        (("serve", "--api-key-file", ""), "--api-key-file"),
+        (("draft", "find", "-m", "x.gguf", ""), "FILES"),
+        (("models", "quantize", "x.gguf", ""), "OUTPUT"),
+    ],
+)
+def test_an_empty_path_is_refused(words: tuple[str, ...], name: str, specgen: Specgen) -> None:
+    message = complaint(specgen(*words), 2)
+    assert re.fullmatch(rf"error: {name}(\[\d\])?: the path is empty\n", message)
+
+
+def test_an_empty_path_is_refused_in_python() -> None:
+    with pytest.raises(UsageError, match=re.escape("lookup_files[0]: the path is empty")):
+        DraftOptions(lookup_files="")  # type: ignore[arg-type]
 
 
 def test_a_misspelt_file_names_the_near_one(
