@@ -29,6 +29,7 @@ from specgen.llama.library import (
     procedure,
 )
 from specgen.llama.native_failures import abort_listeners, watch_aborts
+from specgen.models.files import parts_of, size_of
 from specgen.options import Workers
 from specgen.system.llama_build import LIBRARY, REINSTALL, Device, stamp_of
 from specgen.system.machine import available_memory_bytes, usable_memory
@@ -121,7 +122,7 @@ def check_workers(workers: Workers, file: Path) -> None:
     answers = [probe(endpoint, timeout_s) for endpoint in workers.endpoints]
     for worker in answers:
         check_protocol(worker)
-    model_bytes = file.stat().st_size
+    model_bytes = sum(map(size_of, parts_of(file)))
     free_bytes = sum(free for worker in answers for free, _total in worker.devices)
     # With --tensor-split, the user is trusted to know better.
     if free_bytes < model_bytes and not workers.tensor_split:
@@ -141,7 +142,7 @@ def load_onto(
 
     Args:
         workers: The workers.
-        file: The model's file.
+        file: The model's first file.
         params: llama.cpp's parameters for loading a model. Devices, placement and a progress
             callback are added.
 
