@@ -159,8 +159,16 @@ def test_an_option_with_an_equal_is_replaced_by_it(
         ("run", ("-i",), "specgen chat"),
         ("run", ("-e",), r"$'one\ntwo'"),
         ("run", ("--draft", "8"), "--draft-max 8"),
-        ("run", ("-cmoe",), "specgen run --help"),
+        ("run", ("-gan", "2"), "specgen run --help"),
         ("run", ("--mlock",), "leave it out"),
+        ("run", ("--lora", "x.gguf"), "merge the adapter"),
+        ("run", ("-mmu", "https://example.org"), "text only"),
+        ("run", ("--rope-scaling", "yarn"), "model file"),
+        ("run", ("--numa", "distribute"), "numactl"),
+        ("run", ("-fit", "on"), "-ngl N"),
+        ("run", ("-Crb", "0-3"), "taskset"),
+        ("run", ("--mirostat", "2"), "--min-p"),
+        ("run", ("--port", "8080"), "specgen serve"),
         ("chat", ("-st",), "specgen run"),
         ("fim", ("-no-cnv",), "specgen run"),
         ("serve", ("--api-key", "x"), "--api-key-file"),
@@ -172,6 +180,16 @@ def test_other_options_are_refused_with_what_to_use(
     message = complaint(specgen(command, *words), 2)
     assert words[0] in message
     assert said in message
+
+
+@pytest.mark.parametrize("option", ["-ngl", "-ngld", "--spec-draft-ngl"])
+def test_all_layers_are_a_number_of_layers(cli: Cli, option: str) -> None:
+    settings = ("-n", "3", "--no-stats", "hi")
+    assert cli.run(option, "all", *settings).out == cli.run(*settings).out
+    for value, said in (("auto", "does not measure what fits"), ("some", "give a whole number")):
+        message = complaint(cli.run(option, value, *settings), 2)
+        assert f"'{value}'" in message
+        assert said in message
 
 
 def test_values_and_prompts_are_not_taken_for_options(cli: Cli, tmp_path: Path) -> None:
