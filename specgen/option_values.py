@@ -12,6 +12,7 @@ import functools
 import operator
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -238,6 +239,10 @@ def _type_within_limits(kind: Any, settings: Mapping[str, Any]) -> Any:
         return Annotated[number, limits, BeforeValidator(_number)]
     if kind is str:  # pydantic would decode bytes
         return Annotated[str, Field(strict=True)]
+    if kind is Path:
+        return Annotated[Path, BeforeValidator(_path)]
+    if kind == tuple[Path, ...]:
+        return tuple[_type_within_limits(Path, {}), ...]  # type: ignore[misc]
     if dataclasses.is_dataclass(kind):
         return Annotated[kind, InstanceOf()]  # type: ignore[type-arg]
     return kind
@@ -254,6 +259,18 @@ def _number(value: Any) -> Any:
     with contextlib.suppress(TypeError):  # not a whole number
         return operator.index(value)
     return value
+
+
+def _path(value: Any) -> Any:
+    """Return the path that a text names; other values stay as they are.
+
+    Raises:
+        ValueError: If the text is empty, which Python takes for the working directory.
+    """
+    if value == "":
+        raise ValueError("the path is empty")
+    # pydantic accepts only texts in UTF-8, and names of files need not be.
+    return Path(value) if isinstance(value, str) else value
 
 
 def _listed(

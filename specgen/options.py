@@ -404,6 +404,24 @@ def _checked_weights_memory(given: WeightsMemory) -> WeightsMemory:
     return given
 
 
+def parse_gpu_layers(text: str) -> int | str:
+    """Parse a number of layers on the GPU, in llama.cpp's spellings.
+
+    Returns:
+        -1 for all layers; other texts as they are, to be checked as numbers.
+
+    Raises:
+        ValueError: If the number is to follow from the GPU's memory. The error has the message for
+            the user.
+    """
+    word = text.strip().lower()
+    if word == "all":
+        return -1
+    if word == "auto":
+        raise ValueError(f"{text!r}: specgen does not measure what fits; give all or a number")
+    return text
+
+
 _machine = partial(option, panel="Machine")
 
 
@@ -448,8 +466,10 @@ class ContextOptions(Options):
     n_gpu_layers: int = _machine(
         -1,
         "--gpu-layers -ngl",
-        "Layers of the target on the GPU; -1 means all.",
+        "Layers of the target on the GPU; -1 also means all.",
         min=-1,
+        metavar="N|all",
+        parse=parse_gpu_layers,
     )
     flash_attention: FlashAttention = _machine("auto", "--flash-attn -fa", "Flash attention.")
     cache_type_k: CacheType = _machine("f16", "--cache-type-k -ctk", "Type of the cached keys.")

@@ -45,7 +45,7 @@ from specgen.options import (
     TreeShape,
     parse_tree,
 )
-from specgen.system.files import write_errors
+from specgen.system.files import write_errors, write_output
 from specgen.system.quantities import counted
 
 
@@ -233,7 +233,7 @@ def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> No
     if json_file is not None and json_file != STDIO:
         # File names that are not UTF-8 have lone surrogates, which must not lose an hour's work.
         with write_errors(json_file):
-            json_file.write_bytes(f"{text}\n".encode("utf-8", "replace"))
+            write_output(json_file, f"{text}\n".encode("utf-8", "replace"))
 
 
 def _notes(runs: Runs) -> list[str]:

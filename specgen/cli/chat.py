@@ -49,8 +49,8 @@ def chat(
         metavar="TEXT",
         parse=utf8,
     ),
-    files: list[Path] | None = _talk(
-        None,
+    files: tuple[Path, ...] = _talk(
+        (),
         "--file -f",
         "A file whose text is put before the first message; may be repeated.",
         show_default="none",
@@ -74,7 +74,7 @@ def chat(
     answer = output.with_logprobs(setup.answer)
     output = replace(output, newline=False)  # each answer ends its line
     session_file = None if name is None else _session_file(name)
-    files_text = "".join(f"{file}:\n\n{read_input(file).rstrip()}\n\n" for file in files or ())
+    files_text = "".join(f"{file}:\n\n{read_input(file).rstrip()}\n\n" for file in files)
     from specgen.session.conversation import Chat
     from specgen.session.prompts.chat import check_template
     from specgen.session.prompts.thoughts import showing_thoughts

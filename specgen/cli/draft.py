@@ -159,7 +159,7 @@ def _save_best(search: Search) -> DraftSource:
 def find(
     *,
     target: str = flags.target_option(),
-    files: list[Path] | None = argument("FILES", "GGUF files to try."),
+    files: tuple[Path, ...] = argument("FILES", "GGUF files to try.", ()),
     save: bool = option(
         False,
         "--save",
@@ -184,14 +184,14 @@ def find(
     check_drafts(wanted.drafting, "find")
     prompts = wanted.trials.chosen()
     output = wanted.output
-    for file in files or ():
+    for file in files:
         if named_file(file) is None:
             raise ModelFileError(f"{file}: there is no such file")
     path = find_target(target, quiet=output.quiet)
     if save:
         # If the file of saved drafts is damaged, this raises now rather than after minutes.
         saved_draft(identity_of(path))
-    candidates, refused = find_candidates(files or (), path, tries_known=not files)
+    candidates, refused = find_candidates(files, path, tries_known=not files)
     options = wanted.options(alone(path))
     wanted_session = WantedSession(options, later_drafts=tuple(candidates))
     with (

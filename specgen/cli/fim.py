@@ -46,8 +46,8 @@ def fim(
     suffix_file: Path | None = _gap(
         None, "--suffix-file", "A file with the text after the gap; - is standard input."
     ),
-    context_files: list[Path] | None = _gap(
-        None,
+    context_files: tuple[Path, ...] = _gap(
+        (),
         "--context-file",
         "Another file of the project, as context for the model; may be repeated.",
         show_default="none",
@@ -70,7 +70,7 @@ def fim(
     """
     setup = replace(setup, answer=output.with_logprobs(setup.answer))
     file_gap = _find_gap(place, prefix_file, suffix_file, in_place=in_place)
-    context = {str(path): read_input(path) for path in context_files or ()}
+    context = {str(path): read_input(path) for path in context_files}
     if not file_gap.prefix and not file_gap.suffix and not context:
         raise PromptError("there is no text before or after the gap", hint="give some text")
     from specgen.session.prompts.infill import ContextFile, Gap, check_infill

@@ -19,10 +19,11 @@ from specgen.system.files import named_path
 _IGNORED_OPTIONS = {
     "": "--jinja --color -co --no-display-prompt --warmup --no-warmup --mmap --no-context-shift "
     "--no-escape --log-disable --no-perf --no-show-timings --repack --kv-offload -kvo --op-offload "
-    "--no-mmproj --cont-batching -cb --cache-prompt",
+    "--no-mmproj --no-mmproj-auto --cont-batching -cb --cache-prompt --no-log-prefix "
+    "--no-log-timestamps --no-log-jsonl --spec-default --prefill-assistant",
     "run": "--single-turn -st",
     "chat": "--conversation -cnv --interactive -i --interactive-first -if --multiline-input -mli",
-    "serve": "--metrics --props --slots --webui --ui",
+    "serve": "--metrics --props --slots --webui --ui --no-agent -no-ag --embedding --embeddings",
 }
 #: llama.cpp's options, by our equivalents. The value that follows stays.
 _NAMES_BY_EQUIVALENT = {
@@ -55,28 +56,96 @@ _HINTS_BY_NAMES = {
     ),
     "-st --single-turn -no-cnv --no-conversation": "`specgen run` answers one prompt",
     "--display-prompt --verbose-prompt": "--json shows the prompt as the model sees it",
-    "--no-mmap --mlock -lm --load-mode": "leave it out: specgen maps the file",
-    "-sysf --system-prompt-file": '--system "$(cat FILE)" takes it from a file',
-    "-td --threads-draft -tbd --threads-batch-draft --spec-draft-threads -ctkd -ctvd": (
-        "-t, -tb, -ctk and -ctv are for the draft, too"
+    "--no-mmap --mlock -lm --load-mode -lzm --lazy-mode": "leave it out: specgen maps the file",
+    "--lora --lora-scaled --lora-init-without-apply": (
+        "merge the adapter into the model, for example with llama-export-lora"
     ),
-    "-C -Cr --cpu-mask --cpu-range --cpu-strict --prio --poll --numa": (
-        "leave it out: specgen measures how many threads are best"
+    "-mm --mmproj -mmu --mmproj-url --mmproj-auto --mmproj-offload --no-mmproj-offload -mmdev "
+    "--mmproj-device --image --audio --video --image-min-tokens --image-max-tokens --media-path": (
+        "specgen generates text from text only"
+    ),
+    "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx "
+    "--yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast --override-kv": (
+        "specgen uses the values in the model file: change them there"
+    ),
+    "-dev --device --spec-draft-device -devd --device-draft -mg --main-gpu -sm --split-mode": (
+        "a variable such as CUDA_VISIBLE_DEVICES chooses the GPUs"
+    ),
+    "--list-devices": "`specgen doctor` lists the devices",
+    "-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn --moe-cache-mib "
+    "-fit --fit -fitt --fit-target -fitc --fit-ctx": "-ngl N is how many layers are on the GPU",
+    "--spec-draft-override-tensor -otd --override-tensor-draft --spec-draft-cpu-moe -cmoed "
+    "--cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed --n-cpu-moe-draft": (
+        "-ngld N is how many layers of the draft are on the GPU"
+    ),
+    "--check-tensors": "`specgen doctor -m FILE` checks that a model decodes",
+    "-cl --cache-list": "`specgen models list` lists the models on this disk",
+    "--completion-bash": "`specgen --install-completion` completes names and options",
+    "-sysf --system-prompt-file": '--system "$(cat FILE)" takes it from a file',
+    "-td --threads-draft -tbd --threads-batch-draft --spec-draft-threads "
+    "--spec-draft-threads-batch -ctkd --cache-type-k-draft --spec-draft-type-k -ctvd "
+    "--cache-type-v-draft --spec-draft-type-v": "-t, -tb, -ctk and -ctv are for the draft, too",
+    "-C -Cr --cpu-mask --cpu-range --cpu-strict --prio --poll -Cb -Crb --cpu-mask-batch "
+    "--cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch -Cd -Crd -Cbd "
+    "--cpu-mask-draft --cpu-range-draft --cpu-strict-draft --prio-draft --poll-draft --numa": (
+        "specgen has only -t; taskset and numactl choose cores, and nice sets the priority"
     ),
     "--no-jinja": "--chat-template replaces the model's own template; --raw uses none",
-    "--log-file -lv --verbosity --log-verbosity --log-colors --log-prefix": (
-        "-v and -vv print more on standard error; `2> FILE` keeps it"
-    ),
+    "--log-file -lv --verbosity --log-verbosity --log-colors --log-prefix --log-timestamps "
+    "--log-jsonl": "-v and -vv print more on standard error; `2> FILE` keeps it",
     "--keep --context-shift": "an answer ends where the context is full: -c N makes it larger",
     "--spec-type": "--draft chooses the kind of draft: a model, mtp, ngram or heads",
-    "-mu --model-url": "download it, or name it with -hf USER/REPO:QUANT",
+    "--spec-draft-p-split --draft-p-split": "--tree sets how drafts branch",
+    "--spec-draft-sampling": "--verifier decides how drafts are sampled and judged",
+    "--spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match "
+    "--spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-map-k-size-n "
+    "--spec-ngram-map-k-size-m --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m "
+    "--spec-ngram-size-n --spec-ngram-size-m": (
+        "--ngram-min and --ngram-max limit the n-grams, and --draft-max the draft"
+    ),
+    "-lcd --lookup-cache-dynamic": "--lookup-store keeps texts to draft from",
+    "--mirostat --mirostat-lr --mirostat-ent --adaptive-target --adaptive-decay": (
+        "use another sampler, such as --min-p or --top-p"
+    ),
+    "-bs --backend-sampling --spec-draft-backend-sampling --no-spec-draft-backend-sampling": (
+        "leave it out: specgen's own samplers choose the tokens"
+    ),
+    "-rea --reasoning --reasoning-effort --reasoning-budget": (
+        '--chat-template-kwargs sets variables of the template, as {"enable_thinking": false}'
+    ),
+    "--reasoning-format": "a request to the server may have the field reasoning_format",
+    "--in-prefix --in-suffix --in-prefix-bos": "--raw takes the prompt as you write it",
+    "-o --output --output-file": "`> FILE` keeps the answer",
+    "-np --parallel": "`specgen batch` and `specgen serve` generate several answers at once",
+    "--host --port -a --alias --api-key-file --metrics --props --slots --ui --webui --embedding "
+    "--embeddings": "`specgen serve` is the server",
+    "-ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step --swa-full -cram "
+    "--cache-ram --cache-idle-slots --no-cache-idle-slots --cache-reuse -kvu --kv-unified -no-kvu "
+    "--no-kv-unified --kv-unified-per-slot -sps --slot-prompt-similarity -dt --defrag-thold": (
+        "leave it out: specgen manages its caches itself"
+    ),
+    "--no-cache-prompt": 'a request to the server may have "cache_prompt": false',
+    "--slot-save-path": "--prefix-store all keeps computed prompts on disk",
+    "--models-dir --models-preset --models-max --models-autoload --no-models-autoload": (
+        "`specgen serve --models FILE` serves several models"
+    ),
+    "--cors-origins": "--cors-origin ORIGIN lets the pages of one origin use the server",
+    "--rerank --reranking": "specgen has embeddings, but does not rerank",
+    "--tools --mcp-servers-config --mcp-servers-json -ag --agent": (
+        "specgen runs no tools: the client of the server does"
+    ),
+    "-mu --model-url -dr --docker-repo": "download it, or name it with -hf USER/REPO:QUANT",
     "--api-key": "--api-key-file FILE: other users of the machine can see options",
     "-to --timeout": "--limit-time SECONDS limits the time of an answer",
     "--ssl-key-file --ssl-cert-file": "put a proxy with TLS in front of it",
+    "--path --api-prefix --reuse-port": "put a proxy in front of it",
     "--offline": "the variable HF_HUB_OFFLINE=1 does so",
     # Listed here so that -bf is not read as -b with the value "f".
-    "-bf --binary-file --prompt-cache-all --prompt-cache-ro -ot -cmoe -ncmoe -nkvo -mg -sm -dev "
-    "-devd -ctxcp -cram -kvu -ptc -sp -nocb -dt -gan -gaw -mm -bs -lcd -sps -nr": "",
+    "-bf --binary-file --prompt-cache-all --prompt-cache-ro -nkvo --no-kv-offload --no-op-offload "
+    "-ptc --print-token-count -sp --special -nocb --no-cont-batching -gan --grp-attn-n -gaw "
+    "--grp-attn-w -nr --no-repack --no-host --control-vector --control-vector-scaled "
+    "--control-vector-layer-range --pooling --embd-normalize --spm-infill --server-base --no-ui "
+    "--no-webui --no-slots --reasoning-preserve --skip-chat-parsing --no-prefill-assistant": "",
 }
 #: The hint for each of these options; "" if there is none.
 _HINTS = {name: hint for names, hint in _HINTS_BY_NAMES.items() for name in names.split()}

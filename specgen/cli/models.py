@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,13 @@ from specgen.cli.inputs import is_terminal
 from specgen.cli.output import check_file_option
 from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
 from specgen.models import hub_names as hub
-from specgen.models.download import fetch, fetch_reference, stderr_progress
+from specgen.models.download import (
+    fetch,
+    fetch_reference,
+    lock_file_of,
+    lock_file_of_blob,
+    stderr_progress,
+)
 from specgen.models.files import identify, size_of
 from specgen.models.hub_names import locate, parse_reference
 from specgen.models.other_programs import HUB_PREFIX, PROGRAMS, StoredModel
@@ -40,6 +46,7 @@ from specgen.models.stored_models import (
 )
 from specgen.options import SourceChoice
 from specgen.session.choose_models import name_of
+from specgen.system.files import locked, named_file
 from specgen.system.folders import cache_folder, packed_folder, prefixes_folder
 from specgen.system.quantities import human_bytes
 
@@ -483,6 +490,8 @@ class _ModelRemoval:
     files: list[Path]
     #: The repository's folder in the Hugging Face cache; None if no model is in the cache.
     storage: Path | None
+    #: The files that are locked while some of these files are being downloaded.
+    locks: list[Path]
 
 
 def _find_removal(name: str, registry: Registry) -> _ModelRemoval:
@@ -520,21 +529,24 @@ def _removal_from_hub_cache(reference: hub.HubReference) -> _ModelRemoval:
         unfinished_downloads = list(storage.glob("blobs/*.incomplete"))
     names = [str(model.reference) for model in models] or [str(reference)]
     files = unfinished_downloads + _files_in_hub_cache(storage, models)
-    return _ModelRemoval(names, files, storage if models else None)
+    blobs = [path.with_suffix("") for path in unfinished_downloads]
+    locks = [lock_file_of_blob(blob) for blob in blobs]
+    return _ModelRemoval(names, files, storage if models else None, locks)
 
 
 def _removal_of_named(model: CatalogueModel) -> _ModelRemoval:
     """Return the removal of a model of the registry, from specgen's folder and the hub's cache."""
-    files = [path for path in hub.folder_of(model).glob("*") if path.is_file()]
+    lock = lock_file_of(model)
+    files = [path for path in lock.parent.glob("*") if path.is_file() and path != lock]
     path = locate(model)
     if model.hub is None or path is None or path in files:
-        return _ModelRemoval([model.name], files, None)
+        return _ModelRemoval([model.name], files, None, [lock])
     # It is looked up by its file's name, not its path: the path may be in an older snapshot than
     # the newest one, which `cached_models` returns.
     storage = hub.storage_of(model.hub.repo)
     cached = [each for each in hub.cached_models(model.hub.repo) if model.hub.file in each.names]
     files += _files_in_hub_cache(storage, cached)
-    return _ModelRemoval([model.name], files, storage if cached else None)
+    return _ModelRemoval([model.name], files, storage if cached else None, [lock])
 
 
 def _files_in_hub_cache(storage: Path, models: Sequence[hub.CachedModel]) -> list[Path]:
@@ -569,18 +581,29 @@ def _delete(removal: _ModelRemoval) -> None:
     """Delete the files of a removal, and the repository's folder in the cache if no file is left.
 
     Raises:
-        FetchError: If a file cannot be deleted.
+        FetchError: If a file is being downloaded, or cannot be deleted.
     """
-    for path in removal.files:
-        with suppress(OSError):
-            path.unlink()
-        if path.exists():
-            raise FetchError(f"cannot remove {path}", "make its folder writable")
+    names = ", ".join(removal.names)
+    held = FetchError(f"another process is downloading {names}", "wait for it, or end it first")
+    with ExitStack() as stack:
+        for lock in removal.locks:
+            # The folder of a lock that nobody has made may be read-only.
+            if named_file(lock) is not None:
+                stack.enter_context(locked(lock, held))
+        for path in removal.files:
+            with suppress(OSError):
+                path.unlink()
+            if path.exists():
+                raise FetchError(f"cannot remove {path}", "make its folder writable")
     storage = removal.storage
-    if storage is not None:
-        is_empty = not any(path.is_file() for path in storage.glob("snapshots/**/*"))
-        if is_empty:
-            shutil.rmtree(storage, ignore_errors=True)
+    if storage is not None and not _is_in_use(storage):
+        shutil.rmtree(storage, ignore_errors=True)
+
+
+def _is_in_use(storage: Path) -> bool:
+    """Return whether a repository's folder in the cache has a file, or part of a download."""
+    snapshot_files = [path for path in storage.glob("snapshots/**/*") if path.is_file()]
+    return bool(snapshot_files) or any(storage.glob("blobs/*.incomplete"))
 
 
 def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:

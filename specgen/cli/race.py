@@ -144,11 +144,11 @@ def _write_files(race: Race, svg_file: Path | None, html_file: Path | None) -> N
     from specgen.measure.race import CONDITIONS
     from specgen.render.picture import race_picture
     from specgen.render.streams import REPLAY, write_page
-    from specgen.system.files import write_errors
+    from specgen.system.files import write_errors, write_output
 
     if svg_file is not None:
         with write_errors(svg_file):
-            svg_file.write_text(race_picture(race), encoding="utf-8", newline="\n")
+            write_output(svg_file, race_picture(race).encode())
     if html_file is not None:
         answers = [[to_json_object(event) for event in answer.events] for answer in race.answers]
         page = {"answers": answers, "verdict": race.verdict, "conditions": CONDITIONS}

@@ -69,15 +69,31 @@ def fetch(
     path = find_on_disk(model)
     if path is not None:
         return path
-    # The lock is in specgen's own folder for this model, even if the file goes to the hub's cache.
     folder = hub.folder_of(model)
     with (
         writing_below(folder, "SPECGEN_CACHE"),
-        lock_download(folder / ".lock", model.name, progress),
+        lock_download(lock_file_of(model), model.name, progress),
         closing(progress),
     ):
         # While this process waited for the lock, another one may have downloaded the file.
         return hub.locate(model) or _download_model(model, progress, source)
+
+
+def lock_file_of(model: CatalogueModel) -> Path:
+    """Return the file that is locked while a model of the registry is downloaded.
+
+    It is in specgen's own folder for this model, even if the model goes to the hub's cache.
+    """
+    return hub.folder_of(model) / ".lock"
+
+
+def lock_file_of_blob(blob: Path) -> Path:
+    """Return the file that is locked while a blob of the hub's cache is downloaded.
+
+    huggingface_hub uses the same one.
+    """
+    locks = hub.cache_of_hub() / ".locks" / blob.parents[1].name
+    return locks / f"{blob.name}.lock"
 
 
 def _download_model(model: CatalogueModel, progress: ProgressView, source: SourceChoice) -> Path:
@@ -366,9 +382,7 @@ def _download_blob(file: _HubFile, url: str, progress: ProgressView) -> None:
         progress.show(text, done_bytes, file.size_bytes)
 
     blob = file.blob
-    # huggingface_hub uses the same lock file.
-    locks = hub.cache_of_hub() / ".locks" / blob.parents[1].name
-    with lock_download(locks / f"{blob.name}.lock", label, progress):
+    with lock_download(lock_file_of_blob(blob), label, progress):
         if blob.exists():
             return
         blob.parent.mkdir(parents=True, exist_ok=True)

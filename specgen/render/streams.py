@@ -26,7 +26,7 @@ from specgen.events import (
 )
 from specgen.render.rows import Cleaner, clean, clean_line
 from specgen.session.prompts.thoughts import ThoughtMarker
-from specgen.system.files import to_line, write_errors
+from specgen.system.files import to_line, write_errors, write_output
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -261,4 +261,4 @@ def write_page(
     # The data is inside a script, where nothing may look like the beginning of a tag.
     json_text = json.dumps(data).replace("<", "\\u003c")
     with write_errors(path):
-        path.write_text(page.replace("DATA_HERE", json_text, 1), encoding="utf-8")
+        write_output(path, page.replace("DATA_HERE", json_text, 1).encode())

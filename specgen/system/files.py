@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import secrets
 import sys
 import tempfile
 import unicodedata
@@ -29,22 +30,33 @@ MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - the folder in it has a random name
 NOWHERE = Path(os.devnull, "specgen")
 #: The suffix of new files. If their process is killed, they are left behind.
 NEW_SUFFIX = ".new"
+#: The mode of new files that only the user may read.
+_PRIVATE = 0o600
+#: The mode of new files whose readers the user's umask decides about.
+_BY_UMASK = 0o666
+#: Error numbers of a file that cannot be replaced, although it might be written: its folder is
+#: read-only, it is a mount of its own, as in containers, or its name leaves no room for a suffix.
+_NOT_REPLACEABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.ENAMETOOLONG}
 
 
 @contextlib.contextmanager
-def new_beside(path: Path) -> Iterator[Path]:
+def new_beside(path: Path, mode: int = _PRIVATE) -> Iterator[Path]:
     """Create an empty file next to `path`, for the caller to write and then move to `path`.
 
     If it is not moved, it is deleted after the block.
+
+    Args:
+        path: The file.
+        mode: The mode of the new file; the umask is subtracted.
 
     Raises:
         OSError: If the file cannot be created, or `path` must not be replaced, such as a device.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a file", str(path))
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=NEW_SUFFIX)
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}{NEW_SUFFIX}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     os.close(descriptor)
-    new = Path(name)
     try:
         yield new
     finally:
@@ -52,11 +64,16 @@ def new_beside(path: Path) -> Iterator[Path]:
             new.unlink()
 
 
-def replace_bytes(path: Path, data: bytes) -> None:
+def replace_bytes(path: Path, data: bytes, mode: int = _PRIVATE) -> None:
     """Replace the content of a file atomically, so that no reader finds half of it.
 
-    An existing file keeps its mode; a new one is readable only by the user. If the path is a link,
-    the file that it leads to is replaced. A device or a pipe is written to.
+    An existing file keeps its mode. If the path is a link, the file that it leads to is replaced. A
+    device or a pipe is written to.
+
+    Args:
+        path: The file.
+        data: The new content.
+        mode: The mode of a new file; the umask is subtracted.
 
     Raises:
         OSError: If it cannot be written.
@@ -65,11 +82,28 @@ def replace_bytes(path: Path, data: bytes) -> None:
         path.write_bytes(data)
         return
     path = path.resolve()
-    with new_beside(path) as new:
+    with new_beside(path, mode) as new:
         new.write_bytes(data)
         with contextlib.suppress(OSError):
             new.chmod(path.stat().st_mode)
         new.replace(path)
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that the user asked for, atomically if possible.
+
+    An existing file keeps its mode; the user's umask decides about a new one. A file that cannot be
+    replaced, because of its folder, is overwritten.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    try:
+        replace_bytes(path, data, _BY_UMASK)
+    except OSError as error:
+        if error.errno not in _NOT_REPLACEABLE:
+            raise
+        path.write_bytes(data)
 
 
 def replace_json(path: Path, value: Any) -> None:

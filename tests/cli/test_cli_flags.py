@@ -19,7 +19,7 @@ from specgen.cli.help_pages import examples
 from specgen.cli.llama_cpp_options import translated
 from specgen.errors import UsageError
 from specgen.option_fields import LARGEST_FACTOR
-from specgen.options import GenerationOptions, SamplerOptions
+from specgen.options import DraftOptions, GenerationOptions, SamplerOptions
 from specgen.serve.formats.parsed_request import NO_DEFAULTS
 from specgen.serve.formats.single_request import read_request
 from tests.helpers.cli import Cli, Result, Specgen, complaint, events_of
@@ -159,8 +159,16 @@ def test_an_option_with_an_equal_is_replaced_by_it(
         ("run", ("-i",), "specgen chat"),
         ("run", ("-e",), r"$'one\ntwo'"),
         ("run", ("--draft", "8"), "--draft-max 8"),
-        ("run", ("-cmoe",), "specgen run --help"),
+        ("run", ("-gan", "2"), "specgen run --help"),
         ("run", ("--mlock",), "leave it out"),
+        ("run", ("--lora", "x.gguf"), "merge the adapter"),
+        ("run", ("-mmu", "https://example.org"), "text only"),
+        ("run", ("--rope-scaling", "yarn"), "model file"),
+        ("run", ("--numa", "distribute"), "numactl"),
+        ("run", ("-fit", "on"), "-ngl N"),
+        ("run", ("-Crb", "0-3"), "taskset"),
+        ("run", ("--mirostat", "2"), "--min-p"),
+        ("run", ("--port", "8080"), "specgen serve"),
         ("chat", ("-st",), "specgen run"),
         ("fim", ("-no-cnv",), "specgen run"),
         ("serve", ("--api-key", "x"), "--api-key-file"),
@@ -172,6 +180,16 @@ def test_other_options_are_refused_with_what_to_use(
     message = complaint(specgen(command, *words), 2)
     assert words[0] in message
     assert said in message
+
+
+@pytest.mark.parametrize("option", ["-ngl", "-ngld", "--spec-draft-ngl"])
+def test_all_layers_are_a_number_of_layers(cli: Cli, option: str) -> None:
+    settings = ("-n", "3", "--no-stats", "hi")
+    assert cli.run(option, "all", *settings).out == cli.run(*settings).out
+    for value, said in (("auto", "does not measure what fits"), ("some", "give a whole number")):
+        message = complaint(cli.run(option, value, *settings), 2)
+        assert f"'{value}'" in message
+        assert said in message
 
 
 def test_values_and_prompts_are_not_taken_for_options(cli: Cli, tmp_path: Path) -> None:
@@ -281,6 +299,33 @@ def test_an_error_of_usage_shows_the_value_or_what_to_do(
     result = specgen(*words)
     assert result.code == 2
     assert said in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("run", "-f", ""), "--file"),
+        (("run", "hi", "--html="), "--html"),
+        (("run", "hi", "--lookup-file", "notes.txt", "--lookup-file", ""), "--lookup-file"),
+        (("run", "hi", "--grammar-file", ""), "--grammar-file"),
+        (("chat", "--file", ""), "--file"),
+        (("fim", "x.py:1", "--context-file", ""), "--context-file"),
+        (("batch", "", "answers.jsonl"), "IN"),
+        (("race", "hi", "--svg", ""), "--svg"),
+        (("bench", "--prompts", ""), "--prompts"),
+        (("serve", "--api-key-file", ""), "--api-key-file"),
+        (("draft", "find", "-m", "x.gguf", ""), "FILES"),
+        (("models", "quantize", "x.gguf", ""), "OUTPUT"),
+    ],
+)
+def test_an_empty_path_is_refused(words: tuple[str, ...], name: str, specgen: Specgen) -> None:
+    message = complaint(specgen(*words), 2)
+    assert re.fullmatch(rf"error: {name}(\[\d\])?: the path is empty\n", message)
+
+
+def test_an_empty_path_is_refused_in_python() -> None:
+    with pytest.raises(UsageError, match=re.escape("lookup_files[0]: the path is empty")):
+        DraftOptions(lookup_files="")  # type: ignore[arg-type]
 
 
 def test_a_misspelt_file_names_the_near_one(

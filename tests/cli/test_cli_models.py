@@ -7,12 +7,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import filelock
 import pytest
 from typer.testing import CliRunner, Result
 
 from specgen.cli import models as cli
 from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
-from specgen.models.download import fetch
+from specgen.models.download import fetch, lock_file_of, lock_file_of_blob
 from specgen.models.registry import CatalogueModel, HubSource, load_registry
 from tests.helpers.fetch import (
     COMMIT,
@@ -174,6 +175,36 @@ def test_rm_asks_for_confirmation_and_requires_yes_without_a_terminal(
     assert all(path.exists() for path in cached.values())
     assert CliRunner().invoke(cli.app, ["rm", REPO], input="y\n").exit_code == 0
     assert not cached[f"{REPO}:Q5_0"].exists()
+
+
+def test_rm_refuses_what_is_being_downloaded(tiny: CatalogueModel, cached: dict[str, Path]) -> None:
+    folder = fetch(tiny).parent
+    unfinished = cached[f"{REPO}:Q4_K_M"].resolve().with_name("0.incomplete")
+    unfinished.write_bytes(bytes(1000))
+    locks = {
+        "tiny": lock_file_of(tiny),
+        REPO: lock_file_of_blob(unfinished.with_name("0")),
+    }
+    for name, lock in locks.items():
+        files = [*folder.iterdir(), *cached.values()]
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(lock):  # as another process that downloads it
+            result = run("rm", "--yes", name)
+            assert isinstance(result.exception, FetchError)
+            assert "another process is downloading" in result.exception.message
+            assert lock.exists()
+            assert all(path.exists() for path in files)
+        assert run("rm", "--yes", name).exit_code == 0
+
+
+def test_rm_of_a_model_keeps_a_partial_download_of_another_one(cached: dict[str, Path]) -> None:
+    unfinished = cached["you/Tiny-GGUF"].resolve().with_name("0.incomplete")
+    unfinished.write_bytes(bytes(1000))
+    assert run("rm", "--yes", "you/Tiny-GGUF/tiny-it.gguf").exit_code == 0
+    assert not cached["you/Tiny-GGUF"].exists()
+    assert unfinished.exists()
+    assert run("rm", "--yes", "you/Tiny-GGUF").exit_code == 0
+    assert not unfinished.exists()
 
 
 def test_rm_removes_a_model_of_the_registry(

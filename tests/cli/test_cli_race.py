@@ -91,8 +91,13 @@ def test_nothing_is_kept(race: Specgen, tmp_path: Path) -> None:
 def test_the_picture_and_the_page_are_files(race: Specgen, tmp_path: Path) -> None:
     svg = tmp_path / "race.svg"
     html = tmp_path / "race.html"
+    # An earlier picture is replaced, not overwritten: it is whole until the new one is.
+    svg.write_text("an earlier picture", encoding="utf-8")
+    earlier = tmp_path / "earlier.svg"
+    earlier.hardlink_to(svg)
     result = race("-md", "draft", "--svg", svg, "--html", html)
     assert result.code == 0
+    assert earlier.read_text(encoding="utf-8") == "an earlier picture"
     texts = [each.text or "" for each in ET.parse(svg).iter()]
     assert "target.gguf: a replay at true speed" in texts
     assert any(re.fullmatch(IDENTICAL, text) for text in texts)

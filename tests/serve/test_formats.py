@@ -708,6 +708,24 @@ def test_ollamas_name_of_the_format_is_in_messages(path: Any, body: dict[str, An
     assert request.warnings == ("format: no grammar can enforce uniqueItems",)
 
 
+def test_ollamas_limit_of_an_answer() -> None:
+    """As in Ollama, only a positive number is a limit; an error has Ollama's name of the field."""
+
+    def limit(body: dict[str, Any]) -> int:
+        (request,) = read_ollama_generate({"prompt": "x", **body}, DEFAULTS)
+        assert request.warnings == ()
+        return request.generation.max_tokens
+
+    assert limit({}) == limit({"options": {"num_predict": None}}) == 5
+    assert limit({"options": {"num_predict": 7}}) == limit({"num_predict": 7}) == 7
+    for number in (0, -1, -2, -100):
+        assert limit({"options": {"num_predict": number}}) == -1
+    with pytest.raises(BodyError) as error:
+        limit({"options": {"num_predict": "many"}})
+    wanted = 'options.num_predict: give a whole number, not "many"'
+    assert error.value.message == wanted
+
+
 @pytest.mark.parametrize(
     ("read_body", "agent"),
     [(read_messages, MESSAGES), (read_response_request, RESPONSES), (read_chat, CHAT)],

@@ -34,6 +34,7 @@ from specgen.options import (
     ModelChoice,
     PrefixOptions,
     Workers,
+    parse_gpu_layers,
     staged,
 )
 from specgen.sampler_options import SamplerOptions
@@ -140,8 +141,10 @@ def machine(
     n_gpu_layers_draft: int = _machine(
         ContextOptions().n_gpu_layers,
         "--gpu-layers-draft -ngld",
-        "Layers of the draft on the GPU; -1 is all.",
+        "Layers of the draft on the GPU; -1 also means all.",
         min=-1,
+        metavar="N|all",
+        parse=parse_gpu_layers,
     ),
     rpc: str | None = _machine(
         None,

@@ -99,19 +99,23 @@ class DeclaredOption:
         parse = settings.pop("parse", None)
         settings.pop("check", None)
         settings.pop("aliases", None)
-        # Typer passes lists, not tuples, and texts if `value` is to parse them.
+        settings.setdefault("metavar", _metavar(self.kind))
+        # `value` parses texts. It also makes paths of texts, since Typer would take an empty one
+        # for the working directory.
+        is_text = parse is not None or self._has_paths
+        # Typer passes lists, not tuples.
         kind: Any = self.kind
         default = self.default
         if self._is_tuple:
-            item_type: Any = str if parse else typing.get_args(kind)[0]
+            item_type: Any = str if is_text else typing.get_args(kind)[0]
             kind = list[item_type] | None
             default = None
-        elif parse and default is None:
+        elif is_text and default is None:
             kind = str | None
-        elif parse:
+        elif is_text:
             kind = str
-            default = str(default)
-        settings.setdefault("metavar", _metavar(kind))
+            if default is not REQUIRED:
+                default = str(default)
         settings["rich_help_panel"] = settings.pop("panel", None)
         if spellings is None:
             typer_option = typer.Argument(**settings)
@@ -154,6 +158,11 @@ class DeclaredOption:
     @property
     def _is_tuple(self) -> bool:
         return typing.get_origin(self.kind) is tuple
+
+    @property
+    def _has_paths(self) -> bool:
+        """Whether its value is a path, or has paths."""
+        return Path in (self.kind, *typing.get_args(self.kind))
 
 
 @dataclass(frozen=True, slots=True)

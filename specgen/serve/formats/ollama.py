@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from pydantic import AliasChoices, AliasPath, Field
+
 from specgen.events import CommittedEvent
 from specgen.serve.formats.answer_writer import AnswerContext, AnswerWriter
 from specgen.serve.formats.chat_completions import ChatCompletionRequest, parsed_chat_completion
@@ -38,6 +40,12 @@ class OllamaRequest(Fields):
 
     #: Sampler options, and limits of the answer.
     options: dict[str, Any] = {}
+    #: The maximum number of tokens of the answer, which is one of these options. As in Ollama, only
+    #: a positive number is a limit.
+    num_predict: Integer | None = Field(
+        None,
+        validation_alias=AliasChoices(AliasPath("options", "num_predict"), "num_predict"),
+    )
     stream: bool = True
     #: A JSON schema, or ``json`` for any object.
     format: Schema | Literal["", "json"] = ""
@@ -56,11 +64,9 @@ class OllamaRequest(Fields):
             **fields,
             "stream": self.stream,
         }
-        max_tokens = body.pop("num_predict", None)
-        if isinstance(max_tokens, int):
-            max_tokens = max(max_tokens, -1)  # any negative number means no limit
-        if max_tokens is not None:
-            body["max_tokens"] = max_tokens
+        body.pop("num_predict", None)
+        if self.num_predict is not None:
+            body["max_tokens"] = self.num_predict if self.num_predict > 0 else -1
         if self.format == "json":
             body["response_format"] = {"type": "json_object"}
         elif self.format:
