@@ -335,7 +335,11 @@ def _plan_of(
 
 
 @contextlib.contextmanager
-def _opened_run(plan: _BatchPlan, write: Write, output: Output) -> Iterator[BatchRun | RayBatch]:
+def _opened_run(
+    plan: _BatchPlan,
+    write: Write,
+    output: Output,
+) -> Iterator[BatchRun | RayBatch]:
     """Load the models, and yield the run that answers lines with them."""
     from specgen.serve.batch.runner import BatchRun
 

@@ -217,7 +217,11 @@ def _prompts(
     return first_of_each(prompts, n_per_category)
 
 
-def _show(runs: Runs, document: dict[str, object], json_file: Path | None) -> None:
+def _show(
+    runs: Runs,
+    document: dict[str, object],
+    json_file: Path | None,
+) -> None:
     """Print the results, as a table, lines or JSON, and write them to the file of --json."""
     from specgen.render.tables import bench_lines, print_bench_tables
 

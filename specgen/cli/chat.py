@@ -116,7 +116,11 @@ def chat(
 
 
 @contextlib.contextmanager
-def _opened_engine(session: Session, stop: Interrupt, output: Output) -> Iterator[Engine]:
+def _opened_engine(
+    session: Session,
+    stop: Interrupt,
+    output: Output,
+) -> Iterator[Engine]:
     """Open the engine of a session, with the notices for the user, and the costs of drafting."""
     from specgen.session.calibration import calibrate
     from specgen.session.engine import Engine
@@ -196,7 +200,13 @@ class _Dialogue:
     if the command cannot be carried out, and `EOFError` to end the conversation.
     """
 
-    def __init__(self, chat: Chat, learner: Learner, stop: Interrupt, output: Output) -> None:
+    def __init__(
+        self,
+        chat: Chat,
+        learner: Learner,
+        stop: Interrupt,
+        output: Output,
+    ) -> None:
         self._chat = chat
         self._learner = learner
         self._stop = stop

@@ -51,7 +51,11 @@ class Command(typer.core.TyperCommand):
             ctx.default_map = user_defaults(ctx, given)
         return super().parse_args(ctx, args)
 
-    def _parse_texts(self, ctx: Any, args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    def _parse_texts(
+        self,
+        ctx: Any,
+        args: list[str],
+    ) -> tuple[dict[str, Any], list[str]]:
         """Parse the command line without converting values.
 
         Returns:

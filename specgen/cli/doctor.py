@@ -81,7 +81,11 @@ def _show(report: DoctorReport, console: Console) -> None:
     _show_section("Checks", checks, console)
 
 
-def _show_section(heading: str, lines: Sequence[tuple[Text, str]], console: Console) -> None:
+def _show_section(
+    heading: str,
+    lines: Sequence[tuple[Text, str]],
+    console: Console,
+) -> None:
     """Print a heading, and lines with a label each."""
     from rich.table import Table
     from rich.text import Text

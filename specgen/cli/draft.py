@@ -454,7 +454,11 @@ class _Making:
             )
 
 
-def _delete_all_but(best: DraftSource, files: Sequence[Path], output: Output) -> None:
+def _delete_all_but(
+    best: DraftSource,
+    files: Sequence[Path],
+    output: Output,
+) -> None:
     """Delete the drafts that were made, except for the best draft if it is one of them."""
     for file in files:
         if file != best:
@@ -525,7 +529,11 @@ def _held_back_prompts(text: TextOptions, n_prompts: int) -> list[BenchPrompt]:
     return given_prompts(evenly_chosen(held_back, n_prompts))
 
 
-def _too_short_error(plan: TimePlan, minutes: float, kinds: Sequence[Kind]) -> UsageError:
+def _too_short_error(
+    plan: TimePlan,
+    minutes: float,
+    kinds: Sequence[Kind],
+) -> UsageError:
     """Return the error for --minutes that are less than a plan needs."""
     needed_min = plan.needed_s / 60.0
     hint = f"give --minutes {math.ceil(needed_min) + 1} or more"

@@ -444,13 +444,21 @@ class Interrupt:
                 self._former_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        *_: object,
+    ) -> None:
         for number, handler in self._former_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         if kind is KeyboardInterrupt and self() and self._ends_process:
             raise SystemExit(self.exit_code)
 
-    def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
+    def _on_signal(
+        self,
+        signal_number: int,
+        frame: FrameType | None,
+    ) -> None:
         if self._first_signal is not None:
             raise KeyboardInterrupt
         self._first_signal = signal_number

@@ -138,7 +138,11 @@ def _replay(race: Race) -> None:
         print(race.verdict)
 
 
-def _write_files(race: Race, svg_file: Path | None, html_file: Path | None) -> None:
+def _write_files(
+    race: Race,
+    svg_file: Path | None,
+    html_file: Path | None,
+) -> None:
     """Write the picture and the page that the user asked for."""
     from specgen.events import to_json_object
     from specgen.measure.race import CONDITIONS

@@ -75,7 +75,11 @@ def tune(
     return stop.exit_code
 
 
-def _streamed_note(session: Session, n_answers: int, n_tokens: int) -> str:
+def _streamed_note(
+    session: Session,
+    n_answers: int,
+    n_tokens: int,
+) -> str:
     """Return a note if each pass reads weights from disk, so that tuning takes long; else ""."""
     from specgen.session.streaming_notes import pass_seconds
     from specgen.system.quantities import counted, duration

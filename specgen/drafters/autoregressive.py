@@ -108,7 +108,12 @@ class ModelDrafter(Drafter):
             return min(_N_WINDOW, self._n_ctx // 2)
         return max(1, self._n_lacking(n_context))
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         """Decode the part of `context` that the cache lacks, then grow a chain or a tree."""
         if self._tree is not None:
             self._keep_text(context, self._tree)
@@ -299,7 +304,12 @@ class ModelDrafter(Drafter):
             backend.remove(self._sequence, n_kept)
         return wanted[n_kept:]
 
-    def _decode(self, tokens: Sequence[int], *, n_wanted: int) -> Decoding:
+    def _decode(
+        self,
+        tokens: Sequence[int],
+        *,
+        n_wanted: int,
+    ) -> Decoding:
         """Append tokens to the text's sequence, in several batches if necessary.
 
         Args:

@@ -39,7 +39,11 @@ class DflashDrafter(HiddenStateDrafter):
     name = "dflash"
     max_undecoded = 0  # a block begins with a single token
 
-    def __init__(self, backend: DflashContext, request: DraftRequest) -> None:
+    def __init__(
+        self,
+        backend: DflashContext,
+        request: DraftRequest,
+    ) -> None:
         super().__init__(backend, request)
         draft = backend.draft
         self._mask = draft.mask
@@ -65,7 +69,12 @@ class DflashDrafter(HiddenStateDrafter):
         prefill_s = self._costs.seconds_each(n_prefill) if n_prefill else 0.0
         return Price(block_s, 0.0, prefill_s)
 
-    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
         """Decode a block after the text, and grow a draft from its logits."""
         yield from self._fill_cache(context, n_decoded)
         n_tokens = draft.n_levels_max
@@ -78,7 +87,11 @@ class DflashDrafter(HiddenStateDrafter):
         # Unless it predicts, the row of the text's last token comes first: leave it out.
         return (yield from draft.grow_from(rows[len(rows) - n_tokens :]))
 
-    def _fill_cache(self, context: Sequence[int], n_decoded: int) -> Generator[Ask, Logits, None]:
+    def _fill_cache(
+        self,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Generator[Ask, Logits, None]:
         """Fill the cache with the states of the tokens that the target has decoded."""
         cache = self._cache
         while cache.n_held < n_decoded:

@@ -86,7 +86,11 @@ class DraftText:
                 start += 1
         return bytes(self.data[start:])
 
-    def follow(self, context: Sequence[int], drafted: Draft = NO_DRAFT) -> None:
+    def follow(
+        self,
+        context: Sequence[int],
+        drafted: Draft = NO_DRAFT,
+    ) -> None:
         """Add the new tokens of the target's text.
 
         Args:

@@ -205,7 +205,11 @@ class Chain(Expansion):
             and not self.is_end(self.tokens[-1])
         )
 
-    def _sample_next(self, row: Logits, drafted: Sequence[int]) -> DraftStep:
+    def _sample_next(
+        self,
+        row: Logits,
+        drafted: Sequence[int],
+    ) -> DraftStep:
         """Ask the plan whether to add a token, and sample it if so."""
         request = self.request
         confidence = 1.0
@@ -220,7 +224,11 @@ class Chain(Expansion):
             self._add(len(self.tokens) - 1, token, source.probability(token), source)
         return step
 
-    def _add_likeliest(self, row: Logits, drafted: Sequence[int]) -> DraftStep:
+    def _add_likeliest(
+        self,
+        row: Logits,
+        drafted: Sequence[int],
+    ) -> DraftStep:
         """Ask the plan whether to add a token, and add the likeliest one if so."""
         sampling = self.request.sampling
         parent = len(self.tokens) - 1
@@ -332,7 +340,12 @@ class CostAwareTree(Tree):
         assert isinstance(self.plan.stop, CostAwareStopping)
         self._stop = self.plan.stop
 
-    def _add_likeliest(self, node: int, tokens: list[int], probabilities: list[float]) -> None:
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
         """Add the likeliest token, and others if they are likely enough.
 
         If the likeliest one does not reach `p_min`, none is added.
@@ -415,7 +428,12 @@ class FixedTree(Tree):
     The children are the likeliest tokens, or tokens that are sampled without replacement.
     """
 
-    def _add_likeliest(self, node: int, tokens: list[int], probabilities: list[float]) -> None:
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
         n_children = self._n_children(node)
         for token, probability in zip(tokens[:n_children], probabilities, strict=False):
             self._add(node, token, probability)
@@ -447,7 +465,12 @@ class IndependentWalks(Tree):
         self.walks = [[] for _ in range(min(self.shape.numbers[0], self.n_max))]
         self.n_levels_max = min(self.n_levels_max, self.n_max // len(self.walks))
 
-    def _add_likeliest(self, node: int, tokens: list[int], probabilities: list[float]) -> None:
+    def _add_likeliest(
+        self,
+        node: int,
+        tokens: list[int],
+        probabilities: list[float],
+    ) -> None:
         self._add(node, tokens[0], probabilities[0])
 
     def _sample_children(self, node: int, source: Distribution) -> None:

@@ -27,7 +27,12 @@ class AssistantDrafter(HiddenStateDrafter):
 
     name = "gemma4-assistant"
 
-    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
         """Decode the tokens that the target has not decoded, then the draft, one by one."""
         state = self.hidden_states.after(n_decoded - 1)
         if state is None:

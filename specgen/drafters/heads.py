@@ -60,7 +60,12 @@ class HeadsDrafter(Drafter):
 
     name = "heads"
 
-    def __init__(self, heads: DecoderHeads, request: DraftRequest, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        heads: DecoderHeads,
+        request: DraftRequest,
+        vocabulary: Vocabulary,
+    ) -> None:
         self._heads = heads
         self._vocabulary = vocabulary
         self._request = request
@@ -74,7 +79,12 @@ class HeadsDrafter(Drafter):
         token_s = self._costs.seconds_each(1)
         return Price(token_s, token_s)
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         """Draft from the target's last hidden state, unless too many tokens follow it."""
         if self.hidden_states.last is None:
             return ready(NO_DRAFT)

@@ -188,7 +188,11 @@ class HiddenStateDrafter(Drafter):
     #: the target. The draft decodes each of them separately.
     max_undecoded = 16
 
-    def __init__(self, backend: HiddenStateBackend, request: DraftRequest) -> None:
+    def __init__(
+        self,
+        backend: HiddenStateBackend,
+        request: DraftRequest,
+    ) -> None:
         self._backend = backend
         self._request = request
         self._costs = request.costs
@@ -209,7 +213,12 @@ class HiddenStateDrafter(Drafter):
         n_rows = self._caches[0].n_missing(n_decoded) if self._caches else 1
         return self._costs.price_of_draft(n_rows, N_ROUND_ROWS, n_context - 1 - n_decoded)
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         """Draft after the text, if the target's states are known that the draft reads.
 
         The rows of drafted tokens are dropped from the cache afterwards, because they read the
@@ -245,7 +254,12 @@ class HiddenStateDrafter(Drafter):
             self.hidden_states.forget(n_read)
 
     @abstractmethod
-    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
         """Grow a draft after the text, of which the target has decoded `n_decoded` tokens."""
 
     def _drop_drafted(self) -> None:
@@ -260,7 +274,12 @@ class HiddenStateDrafter(Drafter):
         """
         return min(self.hidden_states.n_decoded, n_context - 1)
 
-    def _decode_token(self, token: int, position: int, state: Hidden) -> Decoding:
+    def _decode_token(
+        self,
+        token: int,
+        position: int,
+        state: Hidden,
+    ) -> Decoding:
         """Decode a token with the state before it; return the logits, float32[1, n_vocab]."""
         batch = Batch()
         batch.add(token, position, (self._branches.first,), True)
@@ -280,13 +299,22 @@ class LayerDrafter(HiddenStateDrafter):
     #: The number of a text's first tokens that never have a row.
     n_skipped: ClassVar[int] = 0
 
-    def __init__(self, backend: HiddenStateBackend, request: DraftRequest) -> None:
+    def __init__(
+        self,
+        backend: HiddenStateBackend,
+        request: DraftRequest,
+    ) -> None:
         super().__init__(backend, request)
         self._tree_cache = TreeCache(backend, self._branches)
         self._cache = HiddenStateCache(backend, request, self.hidden_states, self.n_skipped)
         self._caches = [self._cache]
 
-    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
         """Decode the rows of the text that the cache lacks, and grow a draft after them."""
         n_skipped = self._cache.n_skipped
         rows = yield from self._cache.catch_up(context, n_decoded)

@@ -149,7 +149,12 @@ class CacheSlot:
             backend.remove(own.first)
             return 0
 
-    def _share_cells(self, backend: Backend, tokens: Sequence[int], n_redecoded: int) -> int:
+    def _share_cells(
+        self,
+        backend: Backend,
+        tokens: Sequence[int],
+        n_redecoded: int,
+    ) -> int:
         """Share the cells of the slot that holds the longest prefix; return the prefix's length."""
         own = self.branches(backend).first
         slots = [CacheSlot(number, self.n) for number in range(self.n)]
@@ -278,7 +283,12 @@ class ScorableText:
     steps: Sequence[tuple[int, Sequence[int]]]
 
     @classmethod
-    def of(cls, model: LlamaModel, prompt: Sequence[int], answer: Sequence[int]) -> ScorableText:
+    def of(
+        cls,
+        model: LlamaModel,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+    ) -> ScorableText:
         """Return an answer in the model's tokens, of which each step adds one."""
         steps: list[tuple[int, Sequence[int]]] = [(0, prompt)]
         for number, token in enumerate(answer[:-1]):

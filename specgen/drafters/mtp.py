@@ -51,7 +51,11 @@ class MtpChainDrafter(HiddenStateDrafter):
 
     name = "mtp"
 
-    def __init__(self, backend: MtpContext, request: DraftRequest) -> None:
+    def __init__(
+        self,
+        backend: MtpContext,
+        request: DraftRequest,
+    ) -> None:
         super().__init__(backend, request)
         self._caches = [
             HiddenStateCache(layer, request, self.hidden_states) for layer in backend.layers
@@ -71,7 +75,12 @@ class MtpChainDrafter(HiddenStateDrafter):
             prefill_s=len(self._caches) * one_layer.prefill_s,
         )
 
-    def _grow(self, draft: Expansion, context: Sequence[int], n_decoded: int) -> Drafting:
+    def _grow(
+        self,
+        draft: Expansion,
+        context: Sequence[int],
+        n_decoded: int,
+    ) -> Drafting:
         """Grow a draft, using a further layer for each token."""
         #: The state after the last row of each layer that was used so far.
         states: list[Hidden] = []

@@ -155,7 +155,12 @@ class SuffixDrafter(Drafter):
         """Return `FREE`: nothing is decoded."""
         return FREE
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         """Draft the likeliest paths by best-first search.
 
         Each step adds the likeliest candidate after any path as a node, and then finds the
@@ -224,7 +229,13 @@ class SuffixDrafter(Drafter):
             ending = context[max(0, end - MAX_MATCH) : end]
             self._matches = self._extend_matches(self._matches, ending)
 
-    def _extend_path(self, candidate: _Candidate, *, node: int, probability: float) -> _Path:
+    def _extend_path(
+        self,
+        candidate: _Candidate,
+        *,
+        node: int,
+        probability: float,
+    ) -> _Path:
         """Return the path that ends with a candidate, which becomes the node `node`."""
         path = candidate.path
         ending = [*path.ending, candidate.token]

@@ -90,7 +90,13 @@ class Evidence(NamedTuple):
     is_unanimous: bool
 
     @classmethod
-    def of(cls, place: Place, length: int, n_followed: int, n_occurrences: int) -> Evidence:
+    def of(
+        cls,
+        place: Place,
+        length: int,
+        n_followed: int,
+        n_occurrences: int,
+    ) -> Evidence:
         """Return the evidence for a token that followed `n_followed` of all occurrences."""
         return cls(
             place,

@@ -92,7 +92,12 @@ class ParallelDrafter(ModelDrafter):
         prefill_s = costs.seconds_each(n_text) - first_s
         return Price(first_s, max(0.0, next_s), max(0.0, prefill_s))
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         """Predict as many tokens as the plan is expected to want, and grow a draft from them."""
         request = self._request
         n_rows = self._n_worthwhile(plan)

@@ -258,7 +258,12 @@ class StagedDrafter(ModelDrafter):
         price = super().price(n_context)
         return replace(price, next_s=self._guesser.token_s(price.next_s))
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         """Draft a chain: the one that the model would draft without guesses."""
         n_max = self._make_room(len(context), plan.n_max)
         if n_max < 1:

@@ -110,7 +110,11 @@ class SuffixIndex(ABC):
         Only occurrences that are followed by a token count.
         """
 
-    def extend_match(self, match: Match | None, ending: Sequence[int]) -> Match | None:
+    def extend_match(
+        self,
+        match: Match | None,
+        ending: Sequence[int],
+    ) -> Match | None:
         """Return the longest match of `ending`, faster than `longest`.
 
         Args:
@@ -339,7 +343,11 @@ class SuffixArray(SuffixIndex):
         save_arrays(path, tokens=self.tokens, places=self._order, made_of=made_of)
 
     @classmethod
-    def load(cls, path: Path, made_of: IntArray = _NOTHING) -> SuffixArray | None:
+    def load(
+        cls,
+        path: Path,
+        made_of: IntArray = _NOTHING,
+    ) -> SuffixArray | None:
         """Load a saved array; None if the file is missing, damaged, or made of other texts.
 
         Args:

@@ -61,7 +61,11 @@ class _DraftedBytes:
     #: The probability of this token, if it is known.
     end_probability: float | None = None
 
-    def probabilities_up_to(self, ends: Sequence[int], offset: int) -> Iterator[float | None]:
+    def probabilities_up_to(
+        self,
+        ends: Sequence[int],
+        offset: int,
+    ) -> Iterator[float | None]:
         """Yield the probability of each of the target's tokens that spell `data[offset:]`.
 
         It is the product of the probabilities of the draft's tokens that start within the target's
@@ -101,7 +105,11 @@ class Translation:
         self.draft_lexicon = Lexicon(draft)
         self._target_lexicon = Lexicon(target)
 
-    def text(self, prompt: Sequence[int], draft_prompt: Sequence[int] | None) -> DraftText:
+    def text(
+        self,
+        prompt: Sequence[int],
+        draft_prompt: Sequence[int] | None,
+    ) -> DraftText:
         """Return the text of an answer in the draft's tokens, so far with the prompt only.
 
         Args:
@@ -213,14 +221,22 @@ class PrefixPipeline(SamplingPipeline):
         excluded: Tokens that are never chosen.
     """
 
-    def __init__(self, lexicon: Lexicon, excluded: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        lexicon: Lexicon,
+        excluded: Sequence[int] = (),
+    ) -> None:
         bias = tuple((token, -math.inf) for token in excluded)
         super().__init__(Sampler(SamplerOptions(logit_bias=bias)), TextState(()))
         self._lexicon = lexicon
         #: The bytes that the draft must begin with; empty for no restriction.
         self.prefix = b""
 
-    def distribution(self, logits: Logits, drafted: Sequence[int] = ()) -> Distribution:
+    def distribution(
+        self,
+        logits: Logits,
+        drafted: Sequence[int] = (),
+    ) -> Distribution:
         """Return the draft's choice with certainty: the likeliest token, first with the prefix."""
         if drafted or not self.prefix:
             return super().distribution(logits, drafted)
@@ -282,7 +298,12 @@ class TranslatedDrafter(Drafter):
         n_new = n_context - self.text.n_followed
         return self.inner.price(len(self.text.tokens) + n_new)
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         """Follow the text, let the inner drafter draft, and translate its draft."""
         text = self.text
         text.follow(context, self.drafted)

@@ -24,18 +24,30 @@ class LlamaGrammar:
         self.value = value
 
     @classmethod
-    def from_string(cls, grammar: str, verbose: bool = True) -> LlamaGrammar:
+    def from_string(
+        cls,
+        grammar: str,
+        verbose: bool = True,
+    ) -> LlamaGrammar:
         """Return a grammar in GBNF."""
         del verbose
         return cls(field="grammar", value=grammar)
 
     @classmethod
-    def from_file(cls, file: str | Path, verbose: bool = True) -> LlamaGrammar:
+    def from_file(
+        cls,
+        file: str | Path,
+        verbose: bool = True,
+    ) -> LlamaGrammar:
         """Return the grammar in a file."""
         return cls.from_string(Path(file).read_text(encoding="utf-8"), verbose)
 
     @classmethod
-    def from_json_schema(cls, json_schema: str, verbose: bool = True) -> LlamaGrammar:
+    def from_json_schema(
+        cls,
+        json_schema: str,
+        verbose: bool = True,
+    ) -> LlamaGrammar:
         """Return the grammar of a JSON schema, which is given as a text."""
         del verbose
         return cls(field="json_schema", value=json.loads(json_schema))

@@ -57,7 +57,11 @@ _MISSING = frozenset(
 class Llama:
     """A model with a draft, behind the interface of llama-cpp-python's `Llama`."""
 
-    def __init__(self, model_path: str | Path, **arguments: Unpack[LlamaArguments]) -> None:
+    def __init__(
+        self,
+        model_path: str | Path,
+        **arguments: Unpack[LlamaArguments],
+    ) -> None:
         """Load a model and its draft.
 
         Args:
@@ -350,7 +354,11 @@ class Llama:
     def _next_seed(self) -> int | None:
         return None if self._seeds is None else self._seeds.getrandbits(31)
 
-    def _answer(self, read: Reader, body: Json) -> Json | Generator[Json, None, None]:
+    def _answer(
+        self,
+        read: Reader,
+        body: Json,
+    ) -> Json | Generator[Json, None, None]:
         """Answer a request: as a whole, or in chunks if it asks for that."""
         if self._model is None:
             raise UsageError(
@@ -427,7 +435,12 @@ class Llama:
             return found, n_tokens
         return found
 
-    def _embeddings(self, texts: Sequence[str], *, truncate: bool) -> tuple[list[Hidden], int]:
+    def _embeddings(
+        self,
+        texts: Sequence[str],
+        *,
+        truncate: bool,
+    ) -> tuple[list[Hidden], int]:
         """Return the embedding of each text, float32[n_embd], and the number of all tokens."""
         embedder = self._embedder
         if embedder is None:
@@ -458,7 +471,12 @@ class LlamaTokenizer:
         self.tokenize = llama.tokenize
         self.detokenize = llama.detokenize
 
-    def encode(self, text: str, add_bos: bool = True, special: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        add_bos: bool = True,
+        special: bool = True,
+    ) -> list[int]:
         """Return the tokens of a text."""
         return self.tokenize(text.encode(), add_bos, special)
 

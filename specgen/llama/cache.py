@@ -66,7 +66,13 @@ class KvCache:
         guards = (self._guards[sequence] for sequence in sequences if sequence in self._guards)
         return (*sequences, *guards)
 
-    def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
+    def copy(
+        self,
+        source: int,
+        destination: int,
+        start: int = 0,
+        end: int = -1,
+    ) -> None:
         """Let `destination` share the cells of `source` from `start` to `end`.
 
         An `end` of -1 means the end of `source`.
@@ -130,7 +136,12 @@ class KvCache:
             )
         return buffer[: int(n_saved)]
 
-    def restore_whole(self, sequence: int, state: NDArray[np.uint8], n_tokens: int) -> bool:
+    def restore_whole(
+        self,
+        sequence: int,
+        state: NDArray[np.uint8],
+        n_tokens: int,
+    ) -> bool:
         """Give an empty sequence the saved state of a text with `n_tokens` tokens.
 
         Returns:
@@ -162,7 +173,12 @@ class KvCache:
         self._renew_guard(sequence)
         self.check_length(sequence, position)
 
-    def _write(self, sequence: int, state: NDArray[np.uint8], part: int) -> bool:
+    def _write(
+        self,
+        sequence: int,
+        state: NDArray[np.uint8],
+        part: int,
+    ) -> bool:
         """Write a saved state, and return whether llama.cpp took it.
 
         llama.cpp writes attention cells to new places. The guard, which would keep the old ones

@@ -317,7 +317,12 @@ class LlamaBackend:
             if raised:
                 raise raised[0]
 
-    def _view(self, pointer: Any, n_rows: int, n_values: int) -> NDArray[np.float32]:
+    def _view(
+        self,
+        pointer: Any,
+        n_rows: int,
+        n_values: int,
+    ) -> NDArray[np.float32]:
         """Return llama.cpp's results at a pointer, float32[n_rows, n_values], without a copy.
 
         The arrays are cached by address: llama.cpp mostly returns the same few buffers, and making
@@ -341,7 +346,12 @@ class LlamaBackend:
 
     # --- hidden states
 
-    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
+    def decode_hidden(
+        self,
+        batch: Batch,
+        *,
+        all_rows: bool = False,
+    ) -> tuple[Logits, Hidden]:
         """See `Backend.decode_hidden`.
 
         Without `all_rows`, llama.cpp computes logits for every row, which is expensive for a
@@ -461,7 +471,13 @@ class LlamaBackend:
         """See `Backend.way_back`."""
         return self._sequences.way_back(sequence, n)
 
-    def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
+    def copy(
+        self,
+        source: int,
+        destination: int,
+        start: int = 0,
+        end: int = -1,
+    ) -> None:
         """See `Backend.copy`."""
         self._sequences.copy(source, destination, start, end)
 
@@ -481,7 +497,12 @@ class LlamaBackend:
         """
         return self._cache.saved(sequence)
 
-    def restore_text(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
+    def restore_text(
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        state: NDArray[np.uint8],
+    ) -> bool:
         """Give a sequence a text whose state was saved.
 
         Returns:

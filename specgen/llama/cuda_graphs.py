@@ -83,7 +83,12 @@ class GraphCostTable(CostTable):
     new size: the length of a run of rounds with a draft, or without one.
     """
 
-    def __init__(self, seconds: Mapping[int, float] | None = None, *, n_layer: int) -> None:
+    def __init__(
+        self,
+        seconds: Mapping[int, float] | None = None,
+        *,
+        n_layer: int,
+    ) -> None:
         super().__init__(seconds)
         #: The number of rows of the last decode.
         self._n_last = 0
@@ -115,7 +120,12 @@ class GraphCostTable(CostTable):
         # The change loses a graph, which has to be launched and recorded again after this run.
         return seconds + self._launch_s + (self._launch_s + self._record_s) / n_rounds
 
-    def observe(self, n_rows: int, seconds: float, n_sharing: int = 1) -> None:
+    def observe(
+        self,
+        n_rows: int,
+        seconds: float,
+        n_sharing: int = 1,
+    ) -> None:
         """Learn from a decode: the cost of its size or, after a change of size, the extra time."""
         # 1. Continue the run of rounds of this kind. Without drafts, each text has one row.
         run = self._plain_run

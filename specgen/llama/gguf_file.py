@@ -111,7 +111,11 @@ class GgufMetadata:
             return None
         return int(self.get("gguf_get_arr_n", key))
 
-    def array(self, key: str, of: type[ctypes.c_bool | ctypes.c_int32]) -> list[int]:
+    def array(
+        self,
+        key: str,
+        of: type[ctypes.c_bool | ctypes.c_int32],
+    ) -> list[int]:
         """Return an array of values of a type; empty if the file does not have it."""
         n = self.length(key)
         if not n:

@@ -236,7 +236,11 @@ class MtpContext(HiddenStateContext):
                 self.close()
                 raise
 
-    def _layout(self, model: LlamaModel, size: DraftContextSize) -> RowLayout:
+    def _layout(
+        self,
+        model: LlamaModel,
+        size: DraftContextSize,
+    ) -> RowLayout:
         states: StateRows = "wanted" if model.architecture in _WANTED_ROWS_ONLY else "all"
         return RowLayout(model.n_embd_out, min(size.n_branches, _MAX_NODES), states)
 
@@ -254,7 +258,11 @@ class EagleContext(HiddenStateContext):
     inputs of some of the target's layers; for a drafted token it is the draft's own.
     """
 
-    def _layout(self, model: EagleModel, size: DraftContextSize) -> RowLayout:
+    def _layout(
+        self,
+        model: EagleModel,
+        size: DraftContextSize,
+    ) -> RowLayout:
         rows_per_slot = -(-_MAX_EAGLE_ROWS // size.n_slots)  # rounded up
         n_outputs = max(rows_per_slot, min(size.n_branches, _MAX_NODES))
         return RowLayout(model.n_embd, n_outputs)
@@ -336,7 +344,11 @@ class DflashContext(HiddenStateContext):
         rope = llama_cpp.llama_model_rope_type(model.handle)
         self._n_positions = _N_MROPE_POSITIONS if rope == _MROPE else 1
 
-    def _layout(self, model: DflashModel, _size: DraftContextSize) -> RowLayout:
+    def _layout(
+        self,
+        model: DflashModel,
+        _size: DraftContextSize,
+    ) -> RowLayout:
         return RowLayout(n_outputs=model.n_max + 1, states="none")
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
@@ -410,7 +422,11 @@ class AssistantContext(HiddenStateContext):
         super().__init__(model, target, options, size, clock)
         compute_frequent_tokens(self)
 
-    def _layout(self, model: AssistantModel, _size: DraftContextSize) -> RowLayout:
+    def _layout(
+        self,
+        model: AssistantModel,
+        _size: DraftContextSize,
+    ) -> RowLayout:
         return RowLayout(model.n_embd_out, _MAX_ASSISTANT_ROWS)
 
     def decode(self, batch: Batch) -> Logits:

@@ -57,7 +57,11 @@ _log_lines: collections.deque[str] = collections.deque(maxlen=200)
 _log_sinks: list[LogSink] = []
 
 
-def _on_log(_level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+def _on_log(
+    _level: int,
+    text: bytes,
+    _user_data: ctypes.c_void_p,
+) -> None:
     line = text.decode("utf-8", "replace")
     _log_lines.append(line)
     show_log(line)

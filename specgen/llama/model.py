@@ -337,7 +337,12 @@ class LlamaModel:
         """
         return self.size_bytes if self.loaded.is_unpacked else self.loaded.streamed_bytes
 
-    def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
+    def cache_bytes(
+        self,
+        n_ctx: int,
+        type_k: CacheType,
+        type_v: CacheType,
+    ) -> int:
         """Estimate the size of the KV cache for a context of `n_ctx` tokens.
 
         If the file does not give the number of heads for each layer, all layers are assumed to be

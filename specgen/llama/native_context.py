@@ -132,7 +132,12 @@ def open_context(
 class _Opening:
     """Opens a native context, with snapshots of recurrent states or without."""
 
-    def __init__(self, model: LlamaModel, options: ContextOptions, size: ContextSize) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        options: ContextOptions,
+        size: ContextSize,
+    ) -> None:
         self._model = model
         self._options = options
         self._size = size

@@ -93,7 +93,11 @@ def _on_bus_error(_number: int) -> None:
     _end("a file became shorter while it was read: a model, most likely", _HINT_SHORTER_FILE)
 
 
-def _end(message: str, hint: str, kind: type[SpecgenError] = BackendError) -> NoReturn:
+def _end(
+    message: str,
+    hint: str,
+    kind: type[SpecgenError] = BackendError,
+) -> NoReturn:
     """Print an error on standard error, and end the process with the exit code of its kind."""
     _ending.acquire()  # if several threads fail at once, only the first one reports
     with contextlib.suppress(Exception):

@@ -144,7 +144,11 @@ def dequantize(weights: Weights) -> FloatArray:
 class Matrix:
     """Weights in a buffer of a given type, ready for products, as a context manager."""
 
-    def __init__(self, weights: Weights, buffer_type: str = CPU_BUFFER) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        buffer_type: str = CPU_BUFFER,
+    ) -> None:
         """Copy weights into a new buffer.
 
         Raises:
@@ -384,7 +388,11 @@ def _check_size(tensor: Any, data: NDArray[Any]) -> None:
         raise BackendError(f"a tensor of {n_bytes} bytes, an array of {data.nbytes}")
 
 
-def _allocate(resources: ExitStack, context: Any, buffer_type: Any) -> Any:
+def _allocate(
+    resources: ExitStack,
+    context: Any,
+    buffer_type: Any,
+) -> Any:
     """Allocate the data of all tensors of a context in one buffer, which `resources` frees.
 
     Raises:

@@ -48,7 +48,13 @@ class PairedDraftModel(LlamaModel):
     #: Whether the MTP layers of its file are loaded.
     loads_mtp: ClassVar[bool] = False
 
-    def __init__(self, path: Path, target: LlamaModel, *, n_gpu_layers: int = -1) -> None:
+    def __init__(
+        self,
+        path: Path,
+        target: LlamaModel,
+        *,
+        n_gpu_layers: int = -1,
+    ) -> None:
         """Load a draft.
 
         Raises:
@@ -79,7 +85,12 @@ class PairedDraftModel(LlamaModel):
         """Raise `PairError` if the draft was made for another target."""
         raise NotImplementedError
 
-    def _check_hidden_size(self, target: LlamaModel, n_read: int, n_given: int) -> None:
+    def _check_hidden_size(
+        self,
+        target: LlamaModel,
+        n_read: int,
+        n_given: int,
+    ) -> None:
         if n_read != n_given:
             raise self._misfit(
                 target, f"it reads hidden states of {n_read} values, the target's have {n_given}"
@@ -245,7 +256,12 @@ class AssistantModel(TrainedDraftModel):
     file_architecture = "gemma4-assistant"
     kind = "a Gemma 4 assistant"
 
-    def cache_bytes(self, n_ctx: int, type_k: CacheType, type_v: CacheType) -> int:
+    def cache_bytes(
+        self,
+        n_ctx: int,
+        type_k: CacheType,
+        type_v: CacheType,
+    ) -> int:
         """Return 0: it reads the target's cells."""
         return 0
 

@@ -58,7 +58,12 @@ class CellSequences:
 
     rollback: Rollback = "cells"
 
-    def __init__(self, cache: KvCache, decode_rows: DecodeRows, n_sequences: int) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        decode_rows: DecodeRows,
+        n_sequences: int,
+    ) -> None:
         self._cache = cache
         self._decode_rows = decode_rows
         #: The tokens of each sequence, for each of which the cache has a cell.
@@ -93,7 +98,12 @@ class CellSequences:
             with contextlib.suppress(RollbackError):
                 self._cache.remove(sequence, len(self._texts[sequence]))
 
-    def restore(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
+    def restore(
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        state: NDArray[np.uint8],
+    ) -> bool:
         """Give an empty sequence a text and its saved state; return whether llama.cpp took it."""
         if not self._cache.restore_whole(sequence, state, len(tokens)):
             return False
@@ -110,7 +120,13 @@ class CellSequences:
         """Return `n`: any number of tokens can be kept."""
         return n
 
-    def copy(self, source: int, destination: int, start: int, end: int) -> None:
+    def copy(
+        self,
+        source: int,
+        destination: int,
+        start: int,
+        end: int,
+    ) -> None:
         """Let `destination` share the cells of `source` from `start` to `end`.
 
         A negative `end` means the end of `source`.
@@ -297,7 +313,12 @@ class RecurrentSequences:
         """Return the tokens that a sequence should hold."""
         return self._texts[sequence].tokens
 
-    def restore(self, sequence: int, tokens: Sequence[int], state: NDArray[np.uint8]) -> bool:
+    def restore(
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        state: NDArray[np.uint8],
+    ) -> bool:
         """Give an empty sequence a text and its saved state; return whether llama.cpp took it."""
         n = len(tokens)
         if not self._cache.restore_whole(sequence, state, n):
@@ -327,7 +348,13 @@ class RecurrentSequences:
         """Return the position of the last anchor in the first `n` tokens; 0 if there is none."""
         return self._texts[sequence].way_back(n)
 
-    def copy(self, source: int, _destination: int, _start: int, _end: int) -> None:
+    def copy(
+        self,
+        source: int,
+        _destination: int,
+        _start: int,
+        _end: int,
+    ) -> None:
         """Raise `BackendError`: a recurrent state belongs to one sequence."""
         raise BackendError(
             f"{self._cache.name}: sequence {source} has a recurrent state, which cannot be shared"
@@ -516,7 +543,13 @@ class RecurrentSequences:
                     text.snapshots_from = text.n_cached
         return logits
 
-    def _invalidate(self, sequences: Iterable[int], n: int, *, keeps_copies: bool) -> None:
+    def _invalidate(
+        self,
+        sequences: Iterable[int],
+        n: int,
+        *,
+        keeps_copies: bool,
+    ) -> None:
         """Note that the cache may hold any part of a failed batch of `n` rows.
 
         Only a copy, if it is kept, is known to be valid then.

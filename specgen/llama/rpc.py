@@ -200,7 +200,11 @@ class _TensorPlacement(ctypes.Structure):
     _fields_ = (("pattern", _TEXT), ("buffer_type", _POINTER))
 
 
-def _place_layers(params: Any, devices: Sequence[int], workers: Workers) -> list[Any]:
+def _place_layers(
+    params: Any,
+    devices: Sequence[int],
+    workers: Workers,
+) -> list[Any]:
     """Set in `params` which device gets which layers.
 
     Returns:
@@ -250,7 +254,11 @@ class RemoteCalls:
     given up. (As it is checked once per `timeout_s`, it may take up to twice as long.)
     """
 
-    def __init__(self, endpoints: Sequence[str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        timeout_s: float,
+    ) -> None:
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
         #: The thread's tasks: the future that gets the result, and the call. None ends the thread.
@@ -271,7 +279,11 @@ class RemoteCalls:
         self._thread = threading.Thread(target=self._work, name="remote calls", daemon=True)
         self._thread.start()
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+    ) -> Any:
         """Call a native function in the thread, and return its result.
 
         Raises:

@@ -74,7 +74,11 @@ class ControlToken:
 class LlamaVocabulary:
     """The tokens of an open GGUF model. See `specgen.text.vocabulary.Vocabulary`."""
 
-    def __init__(self, model: Any, texts: Mapping[int, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        texts: Mapping[int, bytes] | None = None,
+    ) -> None:
         """Read the tokens of a model.
 
         Args:
@@ -158,7 +162,13 @@ class LlamaVocabulary:
 
     # --- from text to tokens
 
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    def tokenize(
+        self,
+        text: str,
+        *,
+        add_special: bool,
+        parse_special: bool,
+    ) -> list[int]:
         """See `Vocabulary.tokenize`.
 
         Raises:
@@ -182,7 +192,12 @@ class LlamaVocabulary:
             )
         return _with_stack(min(longest_line, _MAX_STACKED_LINE) * _FRAME_BYTES, tokenize)
 
-    def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
+    def _tokenize(
+        self,
+        data: bytes,
+        add_special: bool,
+        parse_special: bool,
+    ) -> list[int]:
         """Let llama.cpp tokenize a text in UTF-8, with a buffer that is large enough."""
         # Hardly any text has more tokens than bytes; a few are added around it (`add_special`).
         capacity = max(_DEFAULT_CAPACITY, len(data) + 8)
@@ -207,7 +222,12 @@ class LlamaVocabulary:
                 raise BackendError(f"llama.cpp could not tokenize {len(data)} bytes of text")
             capacity = -n
 
-    def tokenize_inside(self, text: str, *, parse_special: bool = False) -> list[int]:
+    def tokenize_inside(
+        self,
+        text: str,
+        *,
+        parse_special: bool = False,
+    ) -> list[int]:
         """Tokenize a text that continues another text.
 
         SentencePiece (SPM) adds a space at the beginning of a text. To avoid it, the text is

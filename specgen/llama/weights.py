@@ -236,7 +236,12 @@ def _load_here(
     return weights
 
 
-def _load_packed(weights: LoadedWeights, file: Path, params: Any, settings: LoadSettings) -> None:
+def _load_packed(
+    weights: LoadedWeights,
+    file: Path,
+    params: Any,
+    settings: LoadSettings,
+) -> None:
     """Load weights with their file of packed weights, if they have one or get one."""
     packed = packed_weights_of(
         file,
@@ -259,7 +264,12 @@ def _load_packed(weights: LoadedWeights, file: Path, params: Any, settings: Load
     weights.streamed_bytes = packed.streamed_bytes
 
 
-def _load_unpacked(weights: LoadedWeights, file: Path, params: Any, settings: LoadSettings) -> None:
+def _load_unpacked(
+    weights: LoadedWeights,
+    file: Path,
+    params: Any,
+    settings: LoadSettings,
+) -> None:
     """Load weights without a file of packed weights.
 
     Those that fit into memory are packed there, if the kernels compute. The others stay in the
@@ -321,7 +331,12 @@ def _load_native(
 class _LoadProgress:
     """Reports how much of a model is packed, and decides whether its loading goes on."""
 
-    def __init__(self, file: Path, settings: LoadSettings, packed: PackedWeights | None) -> None:
+    def __init__(
+        self,
+        file: Path,
+        settings: LoadSettings,
+        packed: PackedWeights | None,
+    ) -> None:
         """Begin to load.
 
         Args:

@@ -202,7 +202,11 @@ class _Trials:
             self.tried.append(Tried("none", _plain_figures(baseline)))
         return baseline
 
-    def measure_draft(self, draft: DraftSource, baseline: Baseline) -> bool:
+    def measure_draft(
+        self,
+        draft: DraftSource,
+        baseline: Baseline,
+    ) -> bool:
         """Replay a draft on the target's answers.
 
         Returns:

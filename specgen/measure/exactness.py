@@ -496,7 +496,11 @@ def _difference(
     )
 
 
-def _text_at(session: Session, tokens: Sequence[int], position: int) -> str:
+def _text_at(
+    session: Session,
+    tokens: Sequence[int],
+    position: int,
+) -> str:
     """Return the text of the token at a position; "" if the tokens end there."""
     if position >= len(tokens):
         return ""
@@ -725,7 +729,11 @@ class _ForcedStart(SamplingPipeline):
         self._n_prompt = len(state.tokens)
         self._forced = forced
 
-    def distribution(self, logits: Logits, drafted: Sequence[int] = ()) -> Distribution:
+    def distribution(
+        self,
+        logits: Logits,
+        drafted: Sequence[int] = (),
+    ) -> Distribution:
         position = len(self._state.tokens) + len(drafted) - self._n_prompt
         if position < len(self._forced):
             return Distribution.certain(self._forced[position])

@@ -12,7 +12,11 @@ StepProgress: TypeAlias = Callable[[int, int], None]
 class RunProgress:
     """Turns the progress of each step into that of the whole run."""
 
-    def __init__(self, work: Mapping[str, int], report: Callable[[str, int, int], None]) -> None:
+    def __init__(
+        self,
+        work: Mapping[str, int],
+        report: Callable[[str, int, int], None],
+    ) -> None:
         """Begin a run.
 
         Args:

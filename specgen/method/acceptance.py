@@ -69,7 +69,11 @@ class AcceptanceRates:
     all texts with the deviation of this text.
     """
 
-    def __init__(self, origin: str = "model", counts: AcceptanceCounts | None = None) -> None:
+    def __init__(
+        self,
+        origin: str = "model",
+        counts: AcceptanceCounts | None = None,
+    ) -> None:
         self.counts = counts if counts is not None else AcceptanceCounts()
         intercept, slope = _prior_line(origin)
         #: The acceptance of each bin that is expected before anything is counted.
@@ -180,7 +184,12 @@ def judge_drafts(
                 rates(origin, 0).judge(confidence, accepted=node < n_accepted)
 
 
-def _judge_along_text(rates: Rates, draft: Draft, origin: str, text: Sequence[int]) -> None:
+def _judge_along_text(
+    rates: Rates,
+    draft: Draft,
+    origin: str,
+    text: Sequence[int],
+) -> None:
     """Follow the text through a draft, and judge all children of each node on the way."""
     node = ROOT
     for token in text:

@@ -207,7 +207,12 @@ class AnswerLoop(Loop):
             answer.failure = error
         return DecodedBatch(decoded.logits, decoded.hidden, prefill_s)
 
-    def _rows_alongside(self, n_round_rows: int, costs: CostTable, n_free_rows: int) -> int:
+    def _rows_alongside(
+        self,
+        n_round_rows: int,
+        costs: CostTable,
+        n_free_rows: int,
+    ) -> int:
         """Return the maximum number of prompt rows in the batch of a round.
 
         The batch may take twice as long with them, so that running answers keep half their speed.
@@ -221,7 +226,11 @@ class AnswerLoop(Loop):
             n_max = bisect.bisect(sizes, limit_s, key=lambda n: costs.seconds(n_round_rows + n))
         return min(max(n_max, n_free_rows), n_batch - n_round_rows)
 
-    def begin_prefill(self, answer: AnswerState, started_s: float) -> list[Event]:
+    def begin_prefill(
+        self,
+        answer: AnswerState,
+        started_s: float,
+    ) -> list[Event]:
         """Record that a prefill begins, and commit the tokens that a grammar forces at the start.
 
         Later calls do nothing.
@@ -242,7 +251,12 @@ class AnswerLoop(Loop):
             answer.stats.time_to_first_token_s = self.clock() - started_s
         return events + forced
 
-    def add_prefill_chunk(self, batch: Batch, answer: AnswerState, n_max: int) -> bool:
+    def add_prefill_chunk(
+        self,
+        batch: Batch,
+        answer: AnswerState,
+        n_max: int,
+    ) -> bool:
         """Add to a batch the next tokens of a text that are not in the cache yet.
 
         The chunk has at most `n_max` tokens and ends at the next of the answer's `prefill_stops`.
@@ -296,7 +310,11 @@ class AnswerLoop(Loop):
             return events
         return [self._prefill_event(answer, scored_pieces), *events]
 
-    def _commit_first_token(self, answer: AnswerState, logits: Logits) -> list[Event]:
+    def _commit_first_token(
+        self,
+        answer: AnswerState,
+        logits: Logits,
+    ) -> list[Event]:
         """Commit the token after the prompt, unless the answer may have no tokens at all."""
         if answer.options.max_tokens == 0:
             answer.finish("length")
@@ -306,7 +324,12 @@ class AnswerLoop(Loop):
         answer.is_started = True
         return events
 
-    def _record_prefill_times(self, answer: AnswerState, target_s: float, started_s: float) -> None:
+    def _record_prefill_times(
+        self,
+        answer: AnswerState,
+        target_s: float,
+        started_s: float,
+    ) -> None:
         now_s = self.clock()
         stats = answer.stats
         stats.add_prompt(target_s, now_s - started_s, len(answer.tokens) - answer.n_prompt)

@@ -326,7 +326,11 @@ class AnswerState:
         piece = Piece(self.tokens[-1], text, "plain", "target")
         return [self._committed_event([piece], now_s, self.stats.n_rounds)]
 
-    def finish(self, reason: FinishReason, stopped_by: str | None = None) -> None:
+    def finish(
+        self,
+        reason: FinishReason,
+        stopped_by: str | None = None,
+    ) -> None:
         """End the answer. Later calls do nothing: the first reason counts."""
         if self.finish_reason is None:
             self.finish_reason = reason
@@ -499,7 +503,11 @@ class AnswerState:
         own = next(each for each in likely if each.token_id == piece.token_id)
         return replace(piece, logprob=own.logprob, top_logprobs=likely)
 
-    def scored_prompt(self, start: int, logits: Logits) -> tuple[Piece, ...]:
+    def scored_prompt(
+        self,
+        start: int,
+        logits: Logits,
+    ) -> tuple[Piece, ...]:
         """Return the next tokens of the prompt, with log-probabilities if they were requested.
 
         Row i of `logits` scores the token at `start` + i + 1. No row scores the first token of the

@@ -101,7 +101,11 @@ class AnswerStats:
         else:
             self._add_undrafted(result)
 
-    def _add_draft(self, result: RoundResult, accepted: tuple[int, ...]) -> None:
+    def _add_draft(
+        self,
+        result: RoundResult,
+        accepted: tuple[int, ...],
+    ) -> None:
         depths = result.draft.depths
         ranks = result.draft.ranks
         self.n_drafted += len(depths)
@@ -168,7 +172,11 @@ class AnswerStats:
             return None
         return (n_tokens - self.n_start_tokens) / (self.wall_s - self.start_s)
 
-    def whole_speedup(self, n_tokens: int, plain_token_s: float | None) -> float | None:
+    def whole_speedup(
+        self,
+        n_tokens: int,
+        plain_token_s: float | None,
+    ) -> float | None:
         """Return the speed-up of the whole answer, including its prefill.
 
         Plain decoding would need only the target's part of the prefill.

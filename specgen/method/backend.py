@@ -61,7 +61,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, token: int, position: int, sequences: tuple[int, ...], wants: bool) -> None:
+    def add(
+        self,
+        token: int,
+        position: int,
+        sequences: tuple[int, ...],
+        wants: bool,
+    ) -> None:
         """Add a row; `wants` is whether its logits will be read."""
         self.tokens.append(token)
         self.positions.append(position)
@@ -121,7 +127,12 @@ class Backend(Protocol):
             BackendError: If the batch could not be decoded.
         """
 
-    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
+    def decode_hidden(
+        self,
+        batch: Batch,
+        *,
+        all_rows: bool = False,
+    ) -> tuple[Logits, Hidden]:
         """Decode, and also return hidden states, float32[n, n_embd], valid until the next decode.
 
         Args:
@@ -160,7 +171,13 @@ class Backend(Protocol):
         `remove` can go back to that length at once, and to any other length only by decoding.
         """
 
-    def copy(self, source: int, destination: int, start: int = 0, end: int = -1) -> None:
+    def copy(
+        self,
+        source: int,
+        destination: int,
+        start: int = 0,
+        end: int = -1,
+    ) -> None:
         """Let the cells of `source` from `start` to `end` also belong to `destination`.
 
         The default `end` is the end of the sequence.

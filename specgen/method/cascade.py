@@ -75,7 +75,12 @@ class Cascade:
             found = text_state.within_grammar(found, context[len(context) - n_drafted :])
         return found
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         """Draft as planned, after `look_up` in the same round; see `Drafter.propose`.
 
         This is a generator, so that an error of the drafter is always raised while it drafts.

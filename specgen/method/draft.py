@@ -234,7 +234,12 @@ def pack(
     return range(first_row, first_row + len(pending))
 
 
-def keep_path(backend: Backend, branches: Branches, draft: Draft, path: Sequence[int]) -> None:
+def keep_path(
+    backend: Backend,
+    branches: Branches,
+    draft: Draft,
+    path: Sequence[int],
+) -> None:
     """Drop a decoded draft from the cache, except for the accepted `path`."""
     if len(path) == len(draft.tokens):
         return  # everything was accepted, so there is only one branch

@@ -42,7 +42,11 @@ class HiddenStateBuffer:
             return None
         return self.states[index - self.first]
 
-    def begin(self, text: Sequence[int], others: Iterable[HiddenStateBuffer] = ()) -> None:
+    def begin(
+        self,
+        text: Sequence[int],
+        others: Iterable[HiddenStateBuffer] = (),
+    ) -> None:
         """Begin another text, with the states of its longest prefix in this or another buffer.
 
         Args:
@@ -56,7 +60,12 @@ class HiddenStateBuffer:
         self.first = best.first
         self.rewind(lengths[best])
 
-    def keep_states(self, rows: Hidden, text: Sequence[int], n_decoded: int) -> None:
+    def keep_states(
+        self,
+        rows: Hidden,
+        text: Sequence[int],
+        n_decoded: int,
+    ) -> None:
         """Store copies of states; see `HiddenStateSink.keep_states`."""
         start = n_decoded - len(rows)  # the index of the first row's token
         if start > len(self.tokens):  # the states of some tokens are missing
@@ -111,6 +120,11 @@ class LastHiddenState:
         #: None before the first round.
         self.last: tuple[int, Hidden] | None = None
 
-    def keep_states(self, rows: Hidden, text: Sequence[int], n_decoded: int) -> None:
+    def keep_states(
+        self,
+        rows: Hidden,
+        text: Sequence[int],
+        n_decoded: int,
+    ) -> None:
         """Store a copy of the last state; see `HiddenStateSink.keep_states`."""
         self.last = (n_decoded, rows[-1].copy())

@@ -80,7 +80,11 @@ class Loop:
         """The seconds since the loop was created, which is the time of events."""
         return self.clock() - self._started_s
 
-    def round(self, answers: Sequence[AnswerState], decode: Decode | None = None) -> list[Event]:
+    def round(
+        self,
+        answers: Sequence[AnswerState],
+        decode: Decode | None = None,
+    ) -> list[Event]:
         """Run one round: draft, decode and verify for all answers that are not finished.
 
         With the target's distributions p and a draft's q, for each text x (Leviathan et al.,
@@ -180,7 +184,12 @@ class Loop:
                 # drafting counts as time of the model.
                 result.model_s = draft_s
 
-    def _take_proposal(self, answer: AnswerState, result: RoundResult, proposal: Proposal) -> None:
+    def _take_proposal(
+        self,
+        answer: AnswerState,
+        result: RoundResult,
+        proposal: Proposal,
+    ) -> None:
         """Cut a proposal down to the draft that is verified, or record why there is none.
 
         Raises:
@@ -239,7 +248,12 @@ class Loop:
                 result.pending_rows = range(n_wanted, n_wanted + 1)
         return batch
 
-    def _decode_without_logits(self, answer: AnswerState, start: int, end: int) -> None:
+    def _decode_without_logits(
+        self,
+        answer: AnswerState,
+        start: int,
+        end: int,
+    ) -> None:
         """Decode an answer's tokens from `start` to `end`, exclusive, without logits."""
         decode_s_before = self.target.decode_s
         while start < end:
@@ -394,7 +408,11 @@ class Loop:
             return replace(verdict, failure=failures[verdict.path[-1]])
         return verdict
 
-    def _learn(self, answer: AnswerState, result: RoundResult) -> list[Event]:
+    def _learn(
+        self,
+        answer: AnswerState,
+        result: RoundResult,
+    ) -> list[Event]:
         """Let the policy and the drafters learn from a round.
 
         If a drafter failed in this round, or nothing can be learnt from what it returned, the

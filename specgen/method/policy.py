@@ -446,7 +446,11 @@ class CostAwarePolicy:
             return found_plan
         return model_plan
 
-    def _plan_found(self, found: Draft, stop: CostAwareStopping) -> RoundPlan:
+    def _plan_found(
+        self,
+        found: Draft,
+        stop: CostAwareStopping,
+    ) -> RoundPlan:
         """Plan to verify the best part of what was found. A plan without a draft tells why."""
         if not len(found):
             return RoundPlan("nothing found", stop=stop)
@@ -533,14 +537,23 @@ class CostAwarePolicy:
         gain_s = self._values[0][-1] + price.next_s - price.first_s
         return gain_s - price.prefill_s / n_rounds
 
-    def _can_never_pay(self, price: Price, stop: CostAwareStopping) -> bool:
+    def _can_never_pay(
+        self,
+        price: Price,
+        stop: CostAwareStopping,
+    ) -> bool:
         """Return whether a draft would not save time even if all of it were accepted."""
         plain_s = self._plain_s
         return all(
             n * plain_s <= stop.extra_s[n] + price.seconds(n) for n in range(1, self.n_max + 1)
         )
 
-    def _affords_trials(self, offer: Offer, stop: CostAwareStopping, gate: CreditGate) -> bool:
+    def _affords_trials(
+        self,
+        offer: Offer,
+        stop: CostAwareStopping,
+        gate: CreditGate,
+    ) -> bool:
         """Return whether the drafter's credit and the answer's time suffice for a few trials."""
         price = offer.price
         plain_s = self._plain_s
@@ -605,7 +618,11 @@ class CostAwarePolicy:
         """
         return self._costs.seconds(self._costs.n_sharing) / self._costs.n_sharing
 
-    def acceptance_of(self, origin: str, rank: int = 0) -> AcceptanceRates:
+    def acceptance_of(
+        self,
+        origin: str,
+        rank: int = 0,
+    ) -> AcceptanceRates:
         """Return the acceptance rates, in this text, of tokens with `rank` better siblings.
 
         They share their counts with other texts.
@@ -626,7 +643,11 @@ class CostAwarePolicy:
         accepted = f"its likeliest token is accepted with a probability of {chance:.0%}"
         return f"{accepted}, and checking one costs {self._row_cost(stop)} of a token"
 
-    def _too_rarely(self, rates: AcceptanceRates, stop: CostAwareStopping) -> str:
+    def _too_rarely(
+        self,
+        rates: AcceptanceRates,
+        stop: CostAwareStopping,
+    ) -> str:
         accepted = f"{rates.mean():.0%} of its tokens are expected to be accepted in this text"
         return f"{accepted}, and checking one costs {self._row_cost(stop)} of a token"
 

@@ -22,7 +22,11 @@ class SamplingPipeline:
         self._state = state
         self._depends_on_text = sampler.n_history != 0 or state.has_grammar
 
-    def distribution(self, logits: Logits, drafted: Sequence[int] = ()) -> Distribution:
+    def distribution(
+        self,
+        logits: Logits,
+        drafted: Sequence[int] = (),
+    ) -> Distribution:
         """Return the distribution of the token after the text and `drafted`.
 
         Raises:
@@ -64,7 +68,11 @@ class SamplingPipeline:
         scale = self.top_probability(logits, drafted) / source.probs[order[0]]
         return source.token_ids[order].tolist(), (source.probs[order] * scale).tolist()
 
-    def top_probability(self, logits: Logits, drafted: Sequence[int] = ()) -> float:
+    def top_probability(
+        self,
+        logits: Logits,
+        drafted: Sequence[int] = (),
+    ) -> float:
         """Return the largest probability of any token at temperature 1, without the samplers.
 
         If the grammar forces the next token, the result is 1.

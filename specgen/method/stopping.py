@@ -112,7 +112,11 @@ class CostAwareStopping(StoppingRule):
         keep_token = confidence >= self.p_min and gain_s + max(0.0, next_step_s) > 0.0
         return DraftStep(keep_token, next_step_s > 0.0, cumulative_acceptance)
 
-    def value(self, n_drafted: int, cumulative_acceptance: float) -> float:
+    def value(
+        self,
+        n_drafted: int,
+        cumulative_acceptance: float,
+    ) -> float:
         """Return the seconds that a draft step is expected to save; negative if it loses time.
 
         Args:

@@ -23,7 +23,11 @@ class TextState:
     and change nothing.
     """
 
-    def __init__(self, prompt: Sequence[int], grammar: GrammarState | None = None) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        grammar: GrammarState | None = None,
+    ) -> None:
         #: All committed tokens, prompt and answer. Only `commit` may change the list.
         self.tokens: list[int] = list(prompt)
         self._grammar = grammar
@@ -89,7 +93,11 @@ class TextState:
         grammar = self.grammar(drafted)
         return grammar.forced() if grammar is not None else None
 
-    def within_grammar(self, draft: Draft, before: Sequence[int] = ()) -> Draft:
+    def within_grammar(
+        self,
+        draft: Draft,
+        before: Sequence[int] = (),
+    ) -> Draft:
         """Return the part of a draft that the grammar allows after the text and `before`.
 
         Args:

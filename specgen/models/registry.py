@@ -199,7 +199,11 @@ class Registry:
     #: The name of the small model that drafts for targets without a known partner.
     general_draft: str | None = None
 
-    def model(self, name: str, others: Iterable[str] = ()) -> CatalogueModel:
+    def model(
+        self,
+        name: str,
+        others: Iterable[str] = (),
+    ) -> CatalogueModel:
         """Return the model with a name.
 
         Args:

@@ -117,7 +117,13 @@ def _reporting_to(report: Report, size_bytes: int) -> Any:
     """
 
     class Reporting(nullcontext["Reporting"]):
-        def __init__(self, *_: object, initial: int = 0, total: int = 0, **__: object) -> None:
+        def __init__(
+            self,
+            *_: object,
+            initial: int = 0,
+            total: int = 0,
+            **__: object,
+        ) -> None:
             super().__init__(self)
             self._done_bytes = initial
             self._total_bytes = size_bytes or total or 0
@@ -132,7 +138,12 @@ def _reporting_to(report: Report, size_bytes: int) -> Any:
 # --- the disk -------------------------------------------------------------------------------------
 
 
-def announcement(name: str, left_bytes: int, whole_bytes: int, terms: str) -> str:
+def announcement(
+    name: str,
+    left_bytes: int,
+    whole_bytes: int,
+    terms: str,
+) -> str:
     """Return the notice before a download, with its size and its licence."""
     size = human_bytes(whole_bytes)
     if left_bytes < whole_bytes:

@@ -355,7 +355,11 @@ class _Status:
             figure_texts.append(str(self._last.n_tokens))
         return legend + coded(_first_fitting(figure_texts, columns), pens["faint"])
 
-    def _figure_texts(self, first: CommittedEvent, last: CommittedEvent) -> list[str]:
+    def _figure_texts(
+        self,
+        first: CommittedEvent,
+        last: CommittedEvent,
+    ) -> list[str]:
         """Return a text with all figures, and then shorter ones with fewer and fewer of them."""
         figures = [f"{last.n_tokens} tokens"]
         seconds = last.time_s - first.time_s

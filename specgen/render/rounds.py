@@ -127,7 +127,11 @@ class RoundsRenderer(Renderer):
         self._last_reason = event.reason or self._last_reason
         self._last_guesses = round_events.guesses
 
-    def _tokens_of(self, round_events: Round, inline: RejectedBranch | None) -> list[Text]:
+    def _tokens_of(
+        self,
+        round_events: Round,
+        inline: RejectedBranch | None,
+    ) -> list[Text]:
         """Return the committed tokens, with the `inline` branch before its replacement."""
         n_accepted = len(round_events.accepted)
         tokens: list[Text] = []
@@ -162,7 +166,11 @@ class RoundsRenderer(Renderer):
             remarks.append(self._faint(f"by {origin}"))
         return remarks
 
-    def _print_other_branches(self, round_events: Round, inline: RejectedBranch | None) -> None:
+    def _print_other_branches(
+        self,
+        round_events: Round,
+        inline: RejectedBranch | None,
+    ) -> None:
         """Print all rejected branches except `inline`, each on a line indented by its depth.
 
         Nodes at the start of a branch that were already printed with another one are left out.

@@ -215,7 +215,11 @@ class Round:
             if piece.text:
                 yield Run(piece.text, piece.kind)
 
-    def _rejected_at(self, position: int, kind: TokenKind) -> Iterator[Run]:
+    def _rejected_at(
+        self,
+        position: int,
+        kind: TokenKind,
+    ) -> Iterator[Run]:
         """Yield the text of the rejected branches at a position.
 
         Args:
@@ -446,7 +450,11 @@ def _total_width(cells: Iterable[Cell]) -> int:
     return sum(cell.width for cell in cells)
 
 
-def _gap_between_words(cells: Sequence[Cell], start: int, end: int) -> range | None:
+def _gap_between_words(
+    cells: Sequence[Cell],
+    start: int,
+    end: int,
+) -> range | None:
     """Return the range of spaces at which to end a row that has room for `cells[start:end]`.
 
     Returns:

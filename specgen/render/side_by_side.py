@@ -206,7 +206,11 @@ class _Side:
         else:
             self._settled_rows += self._flow.take_settled(1, 1)
 
-    def block(self, now_s: float, n_text_rows: int | None = None) -> list[Row]:
+    def block(
+        self,
+        now_s: float,
+        n_text_rows: int | None = None,
+    ) -> list[Row]:
         """Return the rows of the answer's title, of the end of its text, and of its figures.
 
         Args:

@@ -92,7 +92,11 @@ class Renderer(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        *_: object,
+    ) -> None:
         if kind is None:
             self.close()
             return

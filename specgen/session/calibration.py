@@ -172,7 +172,11 @@ def _is_measured(table: CostTable, n_rows: int = 1) -> bool:
     return len(known) >= MIN_SIZES and max(known) >= n_rows
 
 
-def _is_current(session: Session, model: Key | None, n_rows: int = 1) -> bool:
+def _is_current(
+    session: Session,
+    model: Key | None,
+    n_rows: int = 1,
+) -> bool:
     """Return whether a model was calibrated, and need not be calibrated again.
 
     Args:

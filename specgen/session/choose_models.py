@@ -128,7 +128,12 @@ def find_models(
     return Sources(path, drafts, tuple(further_drafts))
 
 
-def _named_draft(name: str, target: Path, registry: Registry, fetch: Fetch) -> DraftSource:
+def _named_draft(
+    name: str,
+    target: Path,
+    registry: Registry,
+    fetch: Fetch,
+) -> DraftSource:
     """Return the draft that the user named: a model's file, or a word such as ``ngram``."""
     words = ("none", *WORDS)
     is_model = (

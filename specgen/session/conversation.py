@@ -132,7 +132,12 @@ class PromptWindow:
             begin with the same tokens and the caches stay valid.
     """
 
-    def __init__(self, session: Session, n_ctx: int, now: datetime.datetime) -> None:
+    def __init__(
+        self,
+        session: Session,
+        n_ctx: int,
+        now: datetime.datetime,
+    ) -> None:
         self._session = session
         self._n_ctx = n_ctx
         self._now = now
@@ -143,7 +148,11 @@ class PromptWindow:
         """Leave out no turn, since another conversation begins."""
         self._n_left_out = 0
 
-    def prompt_of(self, conversation: Conversation, max_tokens: int) -> tuple[Prompt, int]:
+    def prompt_of(
+        self,
+        conversation: Conversation,
+        max_tokens: int,
+    ) -> tuple[Prompt, int]:
         """Return the prompt of the next answer, and the number of turns newly left out of it.
 
         When turns have to be left out, more are left out than necessary. Each time it happens, the
@@ -324,7 +333,11 @@ class Chat:
         """Return what `PromptWindow.prompt_of` returns."""
         return self._window.prompt_of(conversation, self._session.options.generation.max_tokens)
 
-    def _answer(self, prompt: Prompt, n_newly_left_out: int) -> Generator[Event, None, None]:
+    def _answer(
+        self,
+        prompt: Prompt,
+        n_newly_left_out: int,
+    ) -> Generator[Event, None, None]:
         """Generate an answer, yield its events, and store its text, even if it is cut off.
 
         A notice is added if turns were newly left out of the prompt.

@@ -56,7 +56,12 @@ class _FailedDrafter(Drafter):
     def price(self, n_context: int) -> Price:
         raise self._error
 
-    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+    def propose(
+        self,
+        context: Sequence[int],
+        plan: RoundPlan,
+        n_drafted: int = 0,
+    ) -> Drafting:
         raise self._error
 
 

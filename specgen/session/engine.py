@@ -134,7 +134,13 @@ class Engine:
             on_error.pop_all()
 
     @classmethod
-    def largest(cls, session: Session, *, n_parallel: int, **options: Any) -> Engine:
+    def largest(
+        cls,
+        session: Session,
+        *,
+        n_parallel: int,
+        **options: Any,
+    ) -> Engine:
         """Return an engine for `n_parallel` answers at once, or for fewer if memory is short.
 
         The number is halved until the contexts fit. If the models cannot decode several sequences

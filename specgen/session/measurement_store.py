@@ -165,7 +165,11 @@ class MeasurementStore:
             self._not_saved.discard(key)
             self._rough_since_s.pop(key, None)
 
-    def do_not_keep_costs(self, model: Path, context: ContextOptions) -> None:
+    def do_not_keep_costs(
+        self,
+        model: Path,
+        context: ContextOptions,
+    ) -> None:
         """Do not write what decodes on a busy machine change in a model's costs.
 
         Rough costs are written as such, however.
@@ -197,11 +201,19 @@ class MeasurementStore:
                 self._file_entries[_ROUGH].pop(key, None)
                 self._not_saved.discard(key)
 
-    def are_costs_rough(self, model: Path, context: ContextOptions) -> bool:
+    def are_costs_rough(
+        self,
+        model: Path,
+        context: ContextOptions,
+    ) -> bool:
         """Return whether a model's costs were measured on a busy machine."""
         return self._cost_keys(model, context)[0] in self._rough_since_s
 
-    def are_costs_outdated(self, model: Path, context: ContextOptions) -> bool:
+    def are_costs_outdated(
+        self,
+        model: Path,
+        context: ContextOptions,
+    ) -> bool:
         """Return whether a model's costs are rough, and old enough to be measured again."""
         since_s = self._rough_since_s.get(self._cost_keys(model, context)[0])
         return since_s is not None and not self._is_recent(since_s)
@@ -232,7 +244,11 @@ class MeasurementStore:
         corrected_s = itertools.accumulate((batch_s[size] for size in sizes), min)
         return CostTable(dict(zip(sizes, corrected_s, strict=True)))
 
-    def _nearest(self, keys: Sequence[str], length_class: int) -> Iterator[CostTable]:
+    def _nearest(
+        self,
+        keys: Sequence[str],
+        length_class: int,
+    ) -> Iterator[CostTable]:
         """Yield the tables of other length classes that are not empty, the nearest class first."""
         for other in sorted(range(len(keys)), key=lambda other: abs(other - length_class)):
             if other != length_class:
@@ -240,7 +256,12 @@ class MeasurementStore:
                 if table:
                     yield table
 
-    def _extend(self, table: CostTable, keys: Sequence[str], length_class: int) -> None:
+    def _extend(
+        self,
+        table: CostTable,
+        keys: Sequence[str],
+        length_class: int,
+    ) -> None:
         """Copy missing batch sizes from the nearest length class with the costs of larger batches.
 
         Only drafts lead to batches of several rows, so a table lacks their costs if there were no
@@ -261,13 +282,22 @@ class MeasurementStore:
 
     # --- threads and acceptance ---------------------------------------------------------------
 
-    def threads(self, model: Path, context: ContextOptions) -> Threads | None:
+    def threads(
+        self,
+        model: Path,
+        context: ContextOptions,
+    ) -> Threads | None:
         """Return the fastest thread counts for a model; None if they were not measured."""
         key = self._model_key(model, context)
         entry = self._file_entries[_THREADS].get(key)
         return self._threads.get(key) or _valid(_THREAD_COUNTS, entry)
 
-    def keep_threads(self, model: Path, context: ContextOptions, threads: Threads) -> None:
+    def keep_threads(
+        self,
+        model: Path,
+        context: ContextOptions,
+        threads: Threads,
+    ) -> None:
         """Store the fastest thread counts for a model."""
         self._threads[self._model_key(model, context)] = threads
 
@@ -373,7 +403,11 @@ class MeasurementStore:
 
     # --- keys ---------------------------------------------------------------------------------
 
-    def _cost_keys(self, model: Path, context: ContextOptions) -> list[str]:
+    def _cost_keys(
+        self,
+        model: Path,
+        context: ContextOptions,
+    ) -> list[str]:
         """Return the keys of a model's cost tables, by length class.
 
         They contain every option that affects what decodes cost.
@@ -407,7 +441,11 @@ class SessionCosts:
     session's target, and a key for one of its drafts; the session's options supply the rest.
     """
 
-    def __init__(self, options: SessionOptions, measurements: MeasurementStore) -> None:
+    def __init__(
+        self,
+        options: SessionOptions,
+        measurements: MeasurementStore,
+    ) -> None:
         self._options = options
         self._measurements = measurements
         #: The kind of the target's tables, which depends on the device that it runs on.
@@ -424,7 +462,11 @@ class SessionCosts:
             context = self._options.draft_context
         return with_threads(context, self._measurements.threads(model, context))
 
-    def table(self, draft: Key | None = None, n_past: int = 0) -> CostTable:
+    def table(
+        self,
+        draft: Key | None = None,
+        n_past: int = 0,
+    ) -> CostTable:
         """Return a model's table for contexts of about `n_past` tokens."""
         kind = self.kind if draft is None else CostTable
         return self._measurements.costs(*self._file_and_options(draft), n_past, kind)
@@ -562,7 +604,11 @@ def _ngram_entry(row: _NgramRow) -> tuple[Evidence, float, float]:
     return evidence, n_tries, n_hits
 
 
-def _ngram_row(evidence: Evidence, n_tries: float, n_hits: float) -> list[Any]:
+def _ngram_row(
+    evidence: Evidence,
+    n_tries: float,
+    n_hits: float,
+) -> list[Any]:
     return [*evidence, round(n_tries, 3), round(n_hits, 3)]
 
 

@@ -115,7 +115,11 @@ class PrefixReuse:
             stops += [n_loaded, prompt.n_instructions, *marks[-1:]]
         return PrefillPlan(n_loaded, tuple(stop for stop in stops if 0 < stop < n))
 
-    def store(self, slot: Slot, prefill_s: Callable[[int], float]) -> None:
+    def store(
+        self,
+        slot: Slot,
+        prefill_s: Callable[[int], float],
+    ) -> None:
         """Store the text of a slot on the disk, if prefill has just reached the end of a prefix.
 
         Args:
@@ -125,7 +129,11 @@ class PrefixReuse:
         if self._store is not None:
             self._store.store(slot.branches(self._target).first, prefill_s)
 
-    def _open_prompt_cache(self, path: Path, context: CachedContext) -> str:
+    def _open_prompt_cache(
+        self,
+        path: Path,
+        context: CachedContext,
+    ) -> str:
         """Load the user's file (`--prompt-cache`), and have it written when the engine closes.
 
         Returns:
@@ -146,7 +154,11 @@ class PrefixReuse:
         self._resources.callback(self._save_prompt_cache, cache, context)
         return notice
 
-    def _save_prompt_cache(self, cache: PromptCache, context: CachedContext) -> None:
+    def _save_prompt_cache(
+        self,
+        cache: PromptCache,
+        context: CachedContext,
+    ) -> None:
         """Write the last text to the user's file.
 
         A context that cannot go back could not reuse the prompt in a text with the answer. So only

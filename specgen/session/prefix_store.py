@@ -158,7 +158,11 @@ class PrefixStore:
         """Return the lengths at which prefill has to pause to store a prefix."""
         return list(self._due.get(sequence, ()))
 
-    def store(self, sequence: int, prefill_s: Callable[[int], float]) -> None:
+    def store(
+        self,
+        sequence: int,
+        prefill_s: Callable[[int], float],
+    ) -> None:
         """Store the prefix that is due for a sequence, if the sequence now holds exactly that text.
 
         Its state is copied here, and another thread writes it to the disk. The prefix is dropped
@@ -193,7 +197,11 @@ class PrefixStore:
 
     # --- loading
 
-    def _longest(self, tokens: NDArray[np.int32], n_ctx: int) -> tuple[int, SavedText | None]:
+    def _longest(
+        self,
+        tokens: NDArray[np.int32],
+        n_ctx: int,
+    ) -> tuple[int, SavedText | None]:
         """Return the length of the longest stored prefix of a text, and its entry.
 
         Args:
@@ -310,7 +318,11 @@ class PrefixStore:
                 n_min = length + _MIN_GAIN
         return chosen
 
-    def _expects_instructions_again(self, n_instructions: int, n_stored: int) -> bool:
+    def _expects_instructions_again(
+        self,
+        n_instructions: int,
+        n_stored: int,
+    ) -> bool:
         """Decide whether to store the instructions of an agent at first sight.
 
         Instructions may differ in each conversation, as with the time of the day at their
@@ -327,7 +339,11 @@ class PrefixStore:
         self._n_in_vain += 1
         return self._n_in_vain <= _MAX_IN_VAIN
 
-    def _store_later(self, sequence: int, prefixes: Iterable[NDArray[np.int32]]) -> None:
+    def _store_later(
+        self,
+        sequence: int,
+        prefixes: Iterable[NDArray[np.int32]],
+    ) -> None:
         """Store each of some prefixes as soon as a sequence holds exactly that text.
 
         If the sequence already holds a little more than a prefix, the rest is dropped, so that

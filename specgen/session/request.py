@@ -151,7 +151,12 @@ class RequestSettings:
         return drafting
 
 
-def _sampler(model: LlamaModel, options: SamplerOptions, *, ignore_eos: bool) -> Sampler:
+def _sampler(
+    model: LlamaModel,
+    options: SamplerOptions,
+    *,
+    ignore_eos: bool,
+) -> Sampler:
     """Build the samplers for answers of a model.
 
     Raises:

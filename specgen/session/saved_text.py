@@ -44,7 +44,11 @@ class CachedContext:
     key: str
 
     @classmethod
-    def of(cls, backend: LlamaBackend, options: ContextOptions) -> CachedContext:
+    def of(
+        cls,
+        backend: LlamaBackend,
+        options: ContextOptions,
+    ) -> CachedContext:
         """Return a context with its key.
 
         Args:
@@ -137,7 +141,11 @@ class SavedText:
             return n
         return int(differing[0])
 
-    def restore(self, backend: LlamaBackend, sequence: int) -> RestoreResult:
+    def restore(
+        self,
+        backend: LlamaBackend,
+        sequence: int,
+    ) -> RestoreResult:
         """Replace the text of a sequence with this one, by loading the state from the file.
 
         Raises:

@@ -110,7 +110,14 @@ class Scheduler:
         """The requests whose prompts are prefilled, so that their answers are being decoded."""
         return [request for request in self.busy if request.state == "decoding"]
 
-    def add(self, prompt: Prompt, settings: RequestSettings, seed: int, *, drafts: bool) -> Request:
+    def add(
+        self,
+        prompt: Prompt,
+        settings: RequestSettings,
+        seed: int,
+        *,
+        drafts: bool,
+    ) -> Request:
         """Append a request to the queue.
 
         Raises:

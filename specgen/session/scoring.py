@@ -137,7 +137,11 @@ class AnswerScorer:
             likely[position] = likely_tokens(row, self.n_top, known, vocabulary)
         return likely
 
-    def _rows(self, key: Key | None, text: ScorableText) -> Iterator[tuple[int, Logits]]:
+    def _rows(
+        self,
+        key: Key | None,
+        text: ScorableText,
+    ) -> Iterator[tuple[int, Logits]]:
         """Decode a text; yield the positions in the answer with their logits, float32[n_vocab]."""
         # A model cannot score more tokens than it has learned positions for.
         lengths = [n_kept + len(new_tokens) for n_kept, new_tokens in text.steps]
@@ -217,6 +221,10 @@ class _TextReader:
         self._positions = []
 
 
-def _scored_token(token_id: int, target: LikelyTokens, draft: LikelyTokens | None) -> ScoredToken:
+def _scored_token(
+    token_id: int,
+    target: LikelyTokens,
+    draft: LikelyTokens | None,
+) -> ScoredToken:
     own = next(each for each in target if each.token_id == token_id)
     return ScoredToken(own, target, draft)

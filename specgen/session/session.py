@@ -386,7 +386,11 @@ class Session:
         wanted = self.options.target_context.n_ctx
         return self.target.limited_n_ctx(usual_n_ctx(wanted, self.target.n_ctx_train))
 
-    def context_size(self, n_prompt: int, max_tokens: int | None = None) -> int:
+    def context_size(
+        self,
+        n_prompt: int,
+        max_tokens: int | None = None,
+    ) -> int:
         """Return the size of the target's context for one prompt and its answer, in tokens.
 
         It is the size that the user gave, or as large as necessary.
@@ -534,7 +538,11 @@ class Session:
                 stack.callback(context.close)
             yield contexts
 
-    def notices(self, n_ctx: int, n_wanted: int | None = None) -> Iterator[str]:
+    def notices(
+        self,
+        n_ctx: int,
+        n_wanted: int | None = None,
+    ) -> Iterator[str]:
         """Yield notices for the user before the first answer.
 
         Args:

@@ -108,7 +108,11 @@ def weights_bytes(file: Path) -> int:
         raise ModelFileError(f"{file}: cannot be read: {error.strerror}") from error
 
 
-def context_bytes(file: Path, context: ContextOptions, n_tokens: int) -> int:
+def context_bytes(
+    file: Path,
+    context: ContextOptions,
+    n_tokens: int,
+) -> int:
     """Estimate the memory of a context of `n_tokens` tokens.
 
     If the number of heads differs between layers, all are taken to have the maximum.
@@ -309,7 +313,11 @@ def _longest_draft(n_slots: int) -> int:
     return max(LONGEST_DRAFT, min(LONGEST_STREAMED_DRAFT, n_sequences))
 
 
-def _given_budget(target: Path, given_bytes: int, longest_draft: int) -> WeightsBudget:
+def _given_budget(
+    target: Path,
+    given_bytes: int,
+    longest_draft: int,
+) -> WeightsBudget:
     """Return the budget if the user gave the memory for weights."""
     check_file(target)
     if not must_stream(target, given_bytes):
@@ -317,7 +325,11 @@ def _given_budget(target: Path, given_bytes: int, longest_draft: int) -> Weights
     return WeightsBudget(given_bytes, _batch_rows(target, given_bytes), longest_draft)
 
 
-def _streamed_budget(target: Path, free_bytes: int, longest_draft: int) -> WeightsBudget:
+def _streamed_budget(
+    target: Path,
+    free_bytes: int,
+    longest_draft: int,
+) -> WeightsBudget:
     """Return the budget of streamed weights and of the batches of a prompt."""
     n_batch = _batch_rows(target, free_bytes)
     batch_bytes = n_batch * _row_bytes(target)
@@ -341,7 +353,11 @@ def _batch_rows(target: Path, max_bytes: int) -> int:
     return n_rows
 
 
-def _too_large(target: Path, needs: MemoryNeeds, memory_bytes: float) -> MemoryLimitError:
+def _too_large(
+    target: Path,
+    needs: MemoryNeeds,
+    memory_bytes: float,
+) -> MemoryLimitError:
     """Return the error for weights that have to fit and do not."""
     free_bytes = max(0, int(memory_bytes) - needs.other_bytes)
     limit = usable_memory().limit

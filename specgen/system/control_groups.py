@@ -98,7 +98,11 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
             yield from _folders_of(group, candidates, root)
 
 
-def _folders_of(group: PurePosixPath, mounts: list[_Mount], root: Path) -> Iterator[Path]:
+def _folders_of(
+    group: PurePosixPath,
+    mounts: list[_Mount],
+    root: Path,
+) -> Iterator[Path]:
     """Yield the folders of a group and of those around it, as far as a mount shows them."""
     # Without a mount that shows the group, the first one is a container's view of its own group.
     mount = mounts[0]

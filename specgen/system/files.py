@@ -440,7 +440,11 @@ def _is_misread_ascii(code_point: int) -> bool:
 class TextDecoder:
     """Decodes a text that comes in pieces. The first piece must be a whole line at least."""
 
-    def __init__(self, name: str, error_class: type[SpecgenError]) -> None:
+    def __init__(
+        self,
+        name: str,
+        error_class: type[SpecgenError],
+    ) -> None:
         """Begin a text.
 
         Args:
@@ -501,7 +505,11 @@ class TextDecoder:
         return self._n_breaks + text.count("\n") + 1
 
 
-def decode_text(data: bytes, name: str, error_class: type[SpecgenError]) -> str:
+def decode_text(
+    data: bytes,
+    name: str,
+    error_class: type[SpecgenError],
+) -> str:
     """Return the text in the content of a file: UTF-8, or UTF-16, with or without a mark.
 
     Args:
@@ -535,7 +543,11 @@ def decode_lines(
         yield rest
 
 
-def read_text(path: Path, name: str, error_class: type[SpecgenError]) -> str:
+def read_text(
+    path: Path,
+    name: str,
+    error_class: type[SpecgenError],
+) -> str:
     """Return the text of a file that the user named.
 
     Args:

@@ -86,7 +86,12 @@ class ProgressView:
 class _ProgressLines:
     """Progress as lines, at most one per `INTERVAL_S`, on a stream that is not a terminal."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float], kind: Kind) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        clock: Callable[[], float],
+        kind: Kind,
+    ) -> None:
         self._stream = stream
         self._clock = clock
         self._kind = kind

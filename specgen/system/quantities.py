@@ -112,7 +112,12 @@ def rough_speedup_text(speedup: float, why: str) -> str:
     return f"about {text}" if is_gain(speedup) else text
 
 
-def measured_speedup(speedup: float, worst: float, best: float, n_answers: int) -> str:
+def measured_speedup(
+    speedup: float,
+    worst: float,
+    best: float,
+    n_answers: int,
+) -> str:
     """Return a measured mean speed-up, with its range over the answers."""
     spread = f"{times_text(worst, best)} in {counted(n_answers, 'answer')}"
     return speedup_text(speedup, speedup, spread)

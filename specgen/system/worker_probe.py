@@ -107,7 +107,12 @@ def _ask_worker(stream: io.BufferedRWPair, endpoint: str) -> WorkerInfo:
     return WorkerInfo(endpoint, protocol, tuple(devices), round_trip_s)
 
 
-def _call(stream: io.BufferedRWPair, command: int, request: bytes, n_expected: int) -> bytes:
+def _call(
+    stream: io.BufferedRWPair,
+    command: int,
+    request: bytes,
+    n_expected: int,
+) -> bytes:
     """Send a command, and return its answer of `n_expected` bytes.
 
     Raises:

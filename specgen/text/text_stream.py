@@ -26,7 +26,11 @@ class TextStream:
         ValueError: If a stop string is empty.
     """
 
-    def __init__(self, stops: Sequence[str] = (), n_indent: int = 0) -> None:
+    def __init__(
+        self,
+        stops: Sequence[str] = (),
+        n_indent: int = 0,
+    ) -> None:
         if not all(stops):
             raise ValueError("a stop string is empty")
         self._decoder = _Decoder(errors="replace")

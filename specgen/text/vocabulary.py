@@ -32,7 +32,12 @@ class Vocabulary(Protocol):
             parse_special: Whether names of control tokens in the text become these tokens.
         """
 
-    def tokenize_inside(self, text: str, *, parse_special: bool) -> list[int]:
+    def tokenize_inside(
+        self,
+        text: str,
+        *,
+        parse_special: bool,
+    ) -> list[int]:
         """Tokenize a text as a part in the middle of a longer text."""
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -94,7 +94,11 @@ class TargetText:
         ModelFileError: If a file is damaged.
     """
 
-    def __init__(self, folder: Path, prompts: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        prompts: Sequence[str] | None = None,
+    ) -> None:
         self.answers: list[TargetAnswer] = []
         #: The file of each answer.
         self._paths: list[Path] = []

@@ -175,7 +175,11 @@ def _attach_with_trials(
 # --- what the user is told ------------------------------------------------------------------------
 
 
-def note_about(status: KernelStatus, wanted: KernelChoice, cache: Path) -> str | None:
+def note_about(
+    status: KernelStatus,
+    wanted: KernelChoice,
+    cache: Path,
+) -> str | None:
     """Return a note for the user if specgen's kernels were expected but are not used.
 
     Returns:

@@ -187,7 +187,11 @@ def _load_functions(path: Path) -> SimpleNamespace:
     return native
 
 
-def _function(library: ctypes.CDLL, name: str, signature: tuple[Any, ...]) -> Any:
+def _function(
+    library: ctypes.CDLL,
+    name: str,
+    signature: tuple[Any, ...],
+) -> Any:
     function = getattr(library, f"specgen_kernels_{name}")
     result, *arguments = signature
     function.restype = result

@@ -63,7 +63,11 @@ class RowLimit:
 class FrequentRows:
     """The rows of the first `N_FREQUENT` tokens, of the end tokens, and of tokens that occurred."""
 
-    def __init__(self, vocabulary: LlamaVocabulary, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        vocabulary: LlamaVocabulary,
+        kernels: Kernels,
+    ) -> None:
         self._n_vocab = vocabulary.n_tokens
         self._kernels = kernels
         # Not the vocabulary's `end_tokens`: the others end few texts, and finding them takes a

@@ -70,7 +70,12 @@ class StreamedSize(NamedTuple):
 class PackedWeights:
     """The file of packed weights of a model that is being loaded; it need not exist yet."""
 
-    def __init__(self, path: Path, kernels: Kernels, streamed: StreamedSize | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        kernels: Kernels,
+        streamed: StreamedSize | None = None,
+    ) -> None:
         """Open the file, if it exists.
 
         Args:
@@ -385,7 +390,11 @@ def weight_sizes(file: Path) -> WeightSizes:
 
 
 @lru_cache(maxsize=8)
-def _read_sizes(file: Path, _version: tuple[int, int, int], is_packed: bool) -> WeightSizes:
+def _read_sizes(
+    file: Path,
+    _version: tuple[int, int, int],
+    is_packed: bool,
+) -> WeightSizes:
     """Read the sizes; the version makes `lru_cache` forget those of a changed file."""
     kernels = attached()
     with opened_parts(file) as (_, tensors):

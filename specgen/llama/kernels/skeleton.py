@@ -101,7 +101,11 @@ def _reduce_metadata(
     return layers
 
 
-def _layers_to_keep(tensors: Iterable[GgufTensor], n_layers: int, n_mtp_layers: int) -> list[int]:
+def _layers_to_keep(
+    tensors: Iterable[GgufTensor],
+    n_layers: int,
+    n_mtp_layers: int,
+) -> list[int]:
     """Return the layers of a skeleton: some of the first ones, and all MTP layers at the end.
 
     The first ones are those up to `_MAX_LAYERS` and `_MAX_BYTES`, or up to the last layer that has

@@ -144,7 +144,12 @@ class SpecgenDraft(LlamaDraftModel):
         self._end_text()
         self._resources.close()
 
-    def __call__(self, input_ids: npt.NDArray[np.intc], /, **_kwargs: Any) -> npt.NDArray[np.intc]:
+    def __call__(
+        self,
+        input_ids: npt.NDArray[np.intc],
+        /,
+        **_kwargs: Any,
+    ) -> npt.NDArray[np.intc]:
         """Return the draft tokens that may follow a text.
 
         If the text continues the previous one as a round with the previous draft would, that round
@@ -280,7 +285,11 @@ def _find(target: str | Path, draft: str | Path | Sequence[str | Path]) -> Sourc
     return find_models(staged(str(target), names, None), quiet=True)
 
 
-def _choose_kernels(target: Path, kernels: KernelChoice, note: Callable[[str], None]) -> None:
+def _choose_kernels(
+    target: Path,
+    kernels: KernelChoice,
+    note: Callable[[str], None],
+) -> None:
     """Attach specgen's kernels if they can compute the target, or else use llama.cpp's.
 
     This has to be decided now: `Llama` loads the target itself, and could not go on without the
@@ -322,7 +331,11 @@ def _open_session(wanted: WantedSession) -> Iterator[Session]:
         yield session
 
 
-def _extends(text: Sequence[int], before: Sequence[int], draft: Draft) -> bool:
+def _extends(
+    text: Sequence[int],
+    before: Sequence[int],
+    draft: Draft,
+) -> bool:
     """Return whether `text` is `before` plus accepted draft tokens plus one token."""
     committed = list(text[len(before) :])
     if not committed or list(text[: len(before)]) != list(before):

@@ -124,7 +124,11 @@ def _default_cpus(nodes: Sequence[tuple[float, float]], gpus: float) -> float:
     return node_cpus // n_actors
 
 
-def _n_fitting(node: tuple[float, float], cpus: float, gpus: float) -> int:
+def _n_fitting(
+    node: tuple[float, float],
+    cpus: float,
+    gpus: float,
+) -> int:
     """Return the number of actors that a node has room for."""
     node_cpus, node_gpus = node
     n_actors = node_cpus // cpus

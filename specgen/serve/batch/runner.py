@@ -210,7 +210,11 @@ class BatchRun:
         order = order_by_prefix([prepared.prompt.tokens for prepared in prepared_lines])
         return [prepared_lines[number] for number in order]
 
-    def _prepared(self, line: BatchLine, request: ParsedRequest) -> _PreparedLine:
+    def _prepared(
+        self,
+        line: BatchLine,
+        request: ParsedRequest,
+    ) -> _PreparedLine:
         request = for_model(request, self._session.target)
         prompt = self._prompting.prompt(self._session, request)
         n_ctx = self._session.context_size(len(prompt.tokens), request.generation.max_tokens)
@@ -270,7 +274,11 @@ class BatchRun:
             elif request.finished is not None and request.finished.finish_reason != "interrupted":
                 self._write_answer(answer, request.finished)
 
-    def _write_answer(self, answer: _OpenAnswer, finished: FinishedEvent) -> None:
+    def _write_answer(
+        self,
+        answer: _OpenAnswer,
+        finished: FinishedEvent,
+    ) -> None:
         """Write a finished answer, or the error if its response cannot be made."""
         line = answer.prepared.line
         #: None if the error was written instead.
@@ -286,7 +294,11 @@ class BatchRun:
             self._write(result)
             self.stats.add_answer(finished)
 
-    def _body(self, answer: _OpenAnswer, finished: FinishedEvent) -> dict[str, Any]:
+    def _body(
+        self,
+        answer: _OpenAnswer,
+        finished: FinishedEvent,
+    ) -> dict[str, Any]:
         """Return the body of the response that the server would send."""
         prepared = answer.prepared
         context = AnswerContext(

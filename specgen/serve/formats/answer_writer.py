@@ -99,7 +99,11 @@ class AnswerWriter(ABC):
     def whole(self) -> Json:
         """Return the whole response, when all answers are finished."""
 
-    def _write_progress(self, _number: int, _event: PrefillEvent) -> list[Json]:
+    def _write_progress(
+        self,
+        _number: int,
+        _event: PrefillEvent,
+    ) -> list[Json]:
         """Return the chunks about the prefill of an answer's prompt."""
         return []
 

@@ -225,7 +225,11 @@ class ChatCompletionWriter(OpenAIWriter):
             message["tool_calls"] = [call_object(call) for call in answer.calls]
         return {"message": message}
 
-    def _logprobs_of(self, _number: int, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+    def _logprobs_of(
+        self,
+        _number: int,
+        pieces: Sequence[Piece],
+    ) -> dict[str, list[Any]]:
         return {"content": logprob_entries(pieces, self._first.generation.logprobs)}
 
 

@@ -161,7 +161,12 @@ def prompt_inputs(
     return inputs
 
 
-def _prompt_input(where: str, value: Any, *, may_be_empty: bool) -> PromptInput:
+def _prompt_input(
+    where: str,
+    value: Any,
+    *,
+    may_be_empty: bool,
+) -> PromptInput:
     """Return an input if it is a text or tokens; raise `BodyError` if it is neither."""
     if isinstance(value, dict) and list(value) == ["prompt_string"]:
         value = value["prompt_string"]
@@ -200,14 +205,23 @@ class CompletionWriter(OpenAIWriter):
             return []
         return [self._echo(number, text, ()) for number, text in enumerate(self._context.prompts)]
 
-    def _write_progress(self, number: int, event: PrefillEvent) -> list[Json]:
+    def _write_progress(
+        self,
+        number: int,
+        event: PrefillEvent,
+    ) -> list[Json]:
         chunks: list[Json] = []
         if event.pieces:
             text = "".join(piece.text for piece in event.pieces)
             chunks.append(self._echo(number, text, event.pieces))
         return chunks + super()._write_progress(number, event)
 
-    def _echo(self, number: int, text: str, pieces: Sequence[Piece]) -> Json:
+    def _echo(
+        self,
+        number: int,
+        text: str,
+        pieces: Sequence[Piece],
+    ) -> Json:
         """Return a chunk with a part of the prompt, and count that part to the answer's text."""
         chunk = self._chunk(number, {"content": text})
         if pieces:
@@ -234,7 +248,11 @@ class CompletionWriter(OpenAIWriter):
     def _answer_field(self, number: int) -> Json:
         return {"text": self._echoed[number] + self._answers[number].text("content")}
 
-    def _logprobs_of(self, number: int, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+    def _logprobs_of(
+        self,
+        number: int,
+        pieces: Sequence[Piece],
+    ) -> dict[str, list[Any]]:
         """Return lists with an item for each token that the target chose."""
         lengths = (len(piece.text) for piece in pieces)
         offsets = itertools.accumulate(lengths, initial=self._n_characters[number])

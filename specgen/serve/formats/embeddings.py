@@ -83,7 +83,11 @@ def read_embedding_request(body: Json, embedder: Embedder) -> EmbeddingTask:
     )
 
 
-def _tokens(embedder: Embedder, where: str, value: PromptInput) -> list[int]:
+def _tokens(
+    embedder: Embedder,
+    where: str,
+    value: PromptInput,
+) -> list[int]:
     """Return the tokens of an input at the place `where` of the body."""
     try:
         if isinstance(value, str):

@@ -24,7 +24,11 @@ Reader: TypeAlias = Callable[[Json, Defaults], ParsedRequests]
 Insert: TypeAlias = Callable[[Engine], Request]
 
 
-def parse_requests(read: Reader, session: Session, body: Json) -> ParsedRequests:
+def parse_requests(
+    read: Reader,
+    session: Session,
+    body: Json,
+) -> ParsedRequests:
     """Return the requests in a body, one for each of its prompts.
 
     Raises:

@@ -113,7 +113,12 @@ def vllm_metrics(answer: FinishedEvent) -> Json | None:
     }
 
 
-def _timings(answers: Sequence[FinishedEvent], *, n_prefilled: int, n_cached: int) -> Json:
+def _timings(
+    answers: Sequence[FinishedEvent],
+    *,
+    n_prefilled: int,
+    n_cached: int,
+) -> Json:
     """Return the times of prefill and generation in llama.cpp's fields; 0 if not known."""
     n_tokens = sum(each.n_tokens for each in answers)
     prompt_s = sum(each.prompt_s for each in answers)

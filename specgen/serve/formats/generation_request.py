@@ -271,7 +271,11 @@ class GenerationRequest(OptionFields):
         except UsageError as error:
             raise BodyError(name, error.message) from None
 
-    def _schema_grammar(self, name: str, schema: Schema | bool) -> tuple[Grammar, list[str]]:
+    def _schema_grammar(
+        self,
+        name: str,
+        schema: Schema | bool,
+    ) -> tuple[Grammar, list[str]]:
         """Return the grammar of a JSON schema, and warnings about the parts it cannot enforce.
 
         Args:

@@ -363,7 +363,12 @@ class OllamaWriter(AnswerWriter):
     def _write_end(self, _number: int) -> list[Json]:
         return [{**self._line("", ""), **self._ending()}]
 
-    def _line(self, text: str, thought: str, calls: Sequence[Delta] = ()) -> Json:
+    def _line(
+        self,
+        text: str,
+        thought: str,
+        calls: Sequence[Delta] = (),
+    ) -> Json:
         """Return a line that is not the last, or the common fields of the last line."""
         answer: Json = {}
         if thought:

@@ -103,7 +103,11 @@ class OpenAIWriter(AnswerWriter):
         """Return the whole answer as a field of the choice in a whole response."""
 
     @abstractmethod
-    def _logprobs_of(self, number: int, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
+    def _logprobs_of(
+        self,
+        number: int,
+        pieces: Sequence[Piece],
+    ) -> dict[str, list[Any]]:
         """Return the log-probabilities of pieces that are about to be added to an answer.
 
         Returns:
@@ -187,7 +191,11 @@ class OpenAIWriter(AnswerWriter):
     def _ending_chunk(self, number: int) -> Json:
         return self._chunk(number, {}, self._ending(self._answers[number]))
 
-    def _write_progress(self, number: int, event: PrefillEvent) -> list[Json]:
+    def _write_progress(
+        self,
+        number: int,
+        event: PrefillEvent,
+    ) -> list[Json]:
         """Return a chunk with the progress of the prefill, if the request wants it."""
         if not self._first.generation.reports_prefill:
             return []
@@ -218,7 +226,12 @@ class OpenAIWriter(AnswerWriter):
             self._add_logprobs(number, chunks[0], event.pieces)
         return chunks
 
-    def _add_logprobs(self, number: int, chunk: Json, pieces: Sequence[Piece]) -> None:
+    def _add_logprobs(
+        self,
+        number: int,
+        chunk: Json,
+        pieces: Sequence[Piece],
+    ) -> None:
         """Add the log-probabilities of pieces to a chunk, and to those of the whole answer."""
         logprobs = self._logprobs_of(number, pieces)
         chunk["choices"][0]["logprobs"] = logprobs

@@ -126,7 +126,11 @@ class ParsedRequest:
             return prompts.of_text(self.text, chat=False)
         return prompts.of_text(self.text, chat=chat, system=system, now=now)
 
-    def _chat_prompt(self, prompts: Prompts, now: datetime.datetime) -> Prompt:
+    def _chat_prompt(
+        self,
+        prompts: Prompts,
+        now: datetime.datetime,
+    ) -> Prompt:
         """Render the prompt of a chat, perhaps with the beginning of the answer."""
         if not self.needs_template and prompts.target.chat_template() is None:
             text = "\n\n".join(message.content for message in self.messages)

@@ -49,7 +49,12 @@ class PageCheck:
         #: Whether a request may be for any host name.
         self._allows_any_host = has_keys or not is_loopback(host)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         """Pass a request on to the application, or refuse it."""
         app = self._app
         if scope["type"] == "http":
@@ -99,7 +104,12 @@ class KeyCheck:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         """Pass a request on to the application, or refuse it."""
         app = self._app
         if scope["type"] == "http" and self._needs_key(scope["method"], scope["path"]):

@@ -276,7 +276,11 @@ def _outermost(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
     a POST.
     """
 
-    async def wrapped_app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def wrapped_app(
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
                 metrics.count_response(message["status"])

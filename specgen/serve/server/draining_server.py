@@ -97,7 +97,12 @@ class DrainingServer(uvicorn.Server):
             self._pool.cancel_all()
 
 
-def _config(app: ASGIApp, options: ServerOptions, *, is_verbose: bool) -> uvicorn.Config:
+def _config(
+    app: ASGIApp,
+    options: ServerOptions,
+    *,
+    is_verbose: bool,
+) -> uvicorn.Config:
     """Return uvicorn's configuration."""
     limits = options.limits
     return uvicorn.Config(

@@ -247,7 +247,12 @@ class EventStream(StreamingResponse):
         if keep_alive_event is not None:
             self._keep_alive = self._encode(keep_alive_event)
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        _scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         """Send the values until they end, the client disconnects, or does not read for too long."""
 
         async def send_in_time(message: Message) -> None:

@@ -212,7 +212,11 @@ class ServedModel:
         if self.n_open + n_answers > self.n_parallel + self._n_waiting:
             raise RequestError.queue_full()
 
-    def submit(self, inserts: Sequence[Insert], loop: asyncio.AbstractEventLoop) -> Job:
+    def submit(
+        self,
+        inserts: Sequence[Insert],
+        loop: asyncio.AbstractEventLoop,
+    ) -> Job:
         """Submit answers, all or none, from any thread.
 
         Args:
@@ -491,7 +495,11 @@ class ServedEmbedder:
             self.n_open -= 1
             self._metrics.show_load(self.n_open, self.n_parallel)
 
-    def _embed(self, tokens: Sequence[int], encoded: Callable[[Hidden], _T]) -> _T:
+    def _embed(
+        self,
+        tokens: Sequence[int],
+        encoded: Callable[[Hidden], _T],
+    ) -> _T:
         with self._turns:
             started_s = time.perf_counter()
             vector = self.embedder.embed(tokens)

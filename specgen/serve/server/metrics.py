@@ -94,7 +94,14 @@ class ServerMetrics:
         for name, vllm_name in _VLLM_NAMES.items():
             self._registry.register(_VllmCounter(self.figures[name], vllm_name))
 
-    def _add(self, kind: Any, name: str, text: str, label: str = "", **settings: Any) -> None:
+    def _add(
+        self,
+        kind: Any,
+        name: str,
+        text: str,
+        label: str = "",
+        **settings: Any,
+    ) -> None:
         """Add a figure of all models.
 
         Args:

@@ -174,7 +174,11 @@ class ModelLoader:
         )
         return n_parallel, int(memory_bytes)
 
-    def _embedder_entry(self, name: str, options: SessionOptions) -> ModelEntry:
+    def _embedder_entry(
+        self,
+        name: str,
+        options: SessionOptions,
+    ) -> ModelEntry:
         """Return an entry of the pool for an embedding model."""
         file = options.target
         context = options.target_context
@@ -258,7 +262,11 @@ class ModelLoader:
                 after_answers=learner.after_answers,
             )
 
-    def _note_invalid_template(self, name: str, options: SessionOptions) -> None:
+    def _note_invalid_template(
+        self,
+        name: str,
+        options: SessionOptions,
+    ) -> None:
         """Write a note if the chat template in a model's file has a syntax error."""
         if options.target_context.chat_template is not None:  # it is checked already
             return
@@ -289,7 +297,11 @@ class ModelLoader:
 
 
 @contextlib.contextmanager
-def _weights(options: SessionOptions, budget: WeightsBudget, reporter: Reporter) -> Iterator[None]:
+def _weights(
+    options: SessionOptions,
+    budget: WeightsBudget,
+    reporter: Reporter,
+) -> Iterator[None]:
     """Keep the weights of a target loaded for the duration of a context.
 
     Loading them takes longest, and needs no turn: other models decode meanwhile. A session that is

@@ -195,7 +195,11 @@ class ChatTurns:
         tokens = tokenize_marked(vocabulary, marked_text, add_special=add_special)
         return RenderedChat(unmarked(marked_text), tokens)
 
-    def _writer(self, vocabulary: LlamaVocabulary, template: str) -> Callable[..., str]:
+    def _writer(
+        self,
+        vocabulary: LlamaVocabulary,
+        template: str,
+    ) -> Callable[..., str]:
         """Return `render` with all arguments except the messages, and whether to mark them."""
         special_tokens = vocabulary.special_tokens()
         return functools.partial(
@@ -208,7 +212,11 @@ class ChatTurns:
             variables=self.variables,
         )
 
-    def skipped_prefix(self, vocabulary: LlamaVocabulary, rendered: RenderedChat) -> range:
+    def skipped_prefix(
+        self,
+        vocabulary: LlamaVocabulary,
+        rendered: RenderedChat,
+    ) -> range:
         """Return the positions of turns that the template itself adds before the first message.
 
         Draft models skip them, such as a default system message. The range is empty if there are

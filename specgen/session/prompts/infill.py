@@ -204,7 +204,11 @@ class _TextsAround:
     left_out: list[str]
 
     @staticmethod
-    def fitting(prefix: list[int], suffix: list[int], n_max: int) -> _TextsAround:
+    def fitting(
+        prefix: list[int],
+        suffix: list[int],
+        n_max: int,
+    ) -> _TextsAround:
         """Cut the far ends of prefix and suffix, so that `n_max` tokens remain in total."""
         # The suffix may take its share, and whatever a short prefix leaves; the prefix the rest.
         n_suffix_max = max(n_max - len(prefix), n_max - int(_PREFIX_SHARE * n_max))
@@ -277,7 +281,11 @@ class _InfillWriter:
             return 0
         return 2 if self.tokens.middle is None else 3
 
-    def _with_marks(self, prefix: list[int], suffix: list[int]) -> list[int]:
+    def _with_marks(
+        self,
+        prefix: list[int],
+        suffix: list[int],
+    ) -> list[int]:
         """Return prefix and suffix in the order and with the special tokens of the model."""
         tokens = self.tokens
         if tokens is None:

@@ -99,7 +99,11 @@ def _pieces(name: str) -> Any:
     # "partition" and "rpartition" return the separator as a piece.
     keeps_separator = not name.endswith("split")
 
-    def call(text: str, separator: str | None = None, *max_splits: SupportsIndex) -> list[str]:
+    def call(
+        text: str,
+        separator: str | None = None,
+        *max_splits: SupportsIndex,
+    ) -> list[str]:
         plain = unmarked(text)
         n_between = 0
         if separator is not None and not keeps_separator:
@@ -159,7 +163,13 @@ class MarkedText(str):
     def __iter__(self) -> Iterator[str]:
         return map(MarkedText, super().__iter__())
 
-    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
+    def replace(
+        self,
+        old: str,
+        new: str,
+        count: SupportsIndex = -1,
+        /,
+    ) -> str:
         """Replace `old`, which is found without regard to marks, with `new`, marked or not."""
         pieces = self.split(old, count) if old else list(self)
         return MarkedText(str.join(new, pieces))

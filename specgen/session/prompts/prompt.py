@@ -170,7 +170,11 @@ class Prompts:
         tokens = tokens_of(self.target.vocabulary, parts, parse_special=True)
         return Prompt.of(self._text_of(tokens), tokens)
 
-    def followed_by(self, prompt: Prompt, answer: Sequence[int]) -> Prompt:
+    def followed_by(
+        self,
+        prompt: Prompt,
+        answer: Sequence[int],
+    ) -> Prompt:
         """Return a prompt with the tokens of an answer appended, also for the draft.
 
         Its `text` stays as it is.

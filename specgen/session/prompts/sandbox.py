@@ -161,10 +161,22 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """Return the operands of ``~`` as one text."""
         return self.concat(map(str, parts))
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(
+        self,
+        context: Any,
+        operator: str,
+        left: Any,
+        right: Any,
+    ) -> Any:
         """Return the result of an intercepted operator, with its marks."""
         return with_marks_kept(super().call_binop(context, operator, left, right))
 
-    def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+    def call(
+        self,
+        context: Any,
+        function: Any,
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
         """Return the result of a call in a template, with its marks."""
         return with_marks_kept(super().call(context, function, *arguments, **named))

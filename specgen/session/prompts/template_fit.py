@@ -303,7 +303,11 @@ def _needed_forms(inputs: _TemplateInputs) -> tuple[Change, ...]:
     return tuple(change for change in FORMS if change in needed)
 
 
-def _fits(inputs: _TemplateInputs, messages: Messages, markers: Sequence[str]) -> bool:
+def _fits(
+    inputs: _TemplateInputs,
+    messages: Messages,
+    markers: Sequence[str],
+) -> bool:
     """Return whether a template renders the messages of a probe with all of its markers."""
     try:
         text = render(

@@ -325,7 +325,11 @@ class ThoughtMarker:
         grammar: The text of the grammar that the answer follows; None if there is none.
     """
 
-    def __init__(self, prompt: str = "", grammar: str | None = None) -> None:
+    def __init__(
+        self,
+        prompt: str = "",
+        grammar: str | None = None,
+    ) -> None:
         self._reader = ThoughtReader(prompt)
         self._drops = grammar is not None and not writes_thoughts(grammar)
         self._written = _LastWritten.NOTHING

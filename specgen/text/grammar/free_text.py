@@ -171,7 +171,11 @@ class _ConstrainedAnswer:
             return _Watched(state, partial(self._before_answer, thoughts), tokens)
         return self._in_answer(state)
 
-    def _in_thoughts(self, begin_tokens: tuple[int, ...], thoughts: ThoughtMarks) -> GrammarState:
+    def _in_thoughts(
+        self,
+        begin_tokens: tuple[int, ...],
+        thoughts: ThoughtMarks,
+    ) -> GrammarState:
         """Return the state within thoughts, which began with `begin_tokens`."""
         end_mark: dict[bytes, AfterMark] = {
             thoughts.end.encode(): partial(self._answer, begin_tokens)
@@ -197,7 +201,11 @@ class _ConstrainedAnswer:
         state = self._grammar.after_tokens((*begin_tokens, *mark_tokens))
         return None if state is None else self._in_answer(state)
 
-    def _in_answer(self, state: GrammarState, _tokens: tuple[int, ...] = ()) -> GrammarState:
+    def _in_answer(
+        self,
+        state: GrammarState,
+        _tokens: tuple[int, ...] = (),
+    ) -> GrammarState:
         """Return the state within the answer: that of the grammar, or between calls."""
         if self._between_calls is None:
             return state
@@ -323,13 +331,21 @@ class _TextWithCalls:
         state = self._marked.after_tokens(tokens)
         return None if state is None else _Watched(state, self._in_call)
 
-    def _in_call(self, state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
+    def _in_call(
+        self,
+        state: GrammarState,
+        tokens: tuple[int, ...],
+    ) -> GrammarState:
         """Return the state within a call, or that of the free text once the call is over."""
         if self._is_over(state):
             return self._text.after_token(tokens[-1])
         return _Watched(state, self._in_call)
 
-    def _beginning(self, state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
+    def _beginning(
+        self,
+        state: GrammarState,
+        tokens: tuple[int, ...],
+    ) -> GrammarState:
         """Return the state after the first tokens of the text, which may begin a bare call.
 
         While the grammar of bare calls allows these tokens, but they do not match `bare_start` yet,
@@ -345,7 +361,11 @@ class _TextWithCalls:
             return _Watched(bare_state, self._in_bare_call)
         return _Watched(state, self._beginning, tokens)
 
-    def _in_bare_call(self, state: GrammarState, tokens: tuple[int, ...]) -> GrammarState:
+    def _in_bare_call(
+        self,
+        state: GrammarState,
+        tokens: tuple[int, ...],
+    ) -> GrammarState:
         """Return the state within a call without a mark, or after it."""
         if self._is_over(state):  # another bare call may follow
             return _Watched(self._text.after_token(tokens[-1]), self._beginning)

@@ -177,7 +177,12 @@ class GbnfReader:
             self._fail(f"unknown escape {character}")
         return ord(_ESCAPES[escape])
 
-    def _one_of(self, ranges: list[tuple[int, int]], *, negated: bool = False) -> str:
+    def _one_of(
+        self,
+        ranges: list[tuple[int, int]],
+        *,
+        negated: bool = False,
+    ) -> str:
         """Return a set of characters in Lark.
 
         NUL and halves of surrogate pairs are left out, since no text has them.

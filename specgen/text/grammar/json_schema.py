@@ -164,7 +164,11 @@ def _readable(problem: str) -> str:
 # --- what no grammar can enforce
 
 
-def _leave_out_unknown_type(part: Part, root: Part, left_out: list[str]) -> None:
+def _leave_out_unknown_type(
+    part: Part,
+    root: Part,
+    left_out: list[str],
+) -> None:
     """Leave out a type that does not exist. Raise `UsageError` if it is that of the root."""
     given = part.get("type", [])
     types = given if isinstance(given, list) else [given]

@@ -143,7 +143,11 @@ class LlguidanceGrammar:
         return _State(self, matcher) if n_taken == len(tokens) else None
 
 
-def _whole_grammar(grammar: Grammar, rules: str, vocabulary: Vocabulary) -> Grammar:
+def _whole_grammar(
+    grammar: Grammar,
+    rules: str,
+    vocabulary: Vocabulary,
+) -> Grammar:
     """Return the grammar of the whole text: `grammar` with `rules` around it, if there are any."""
     if grammar.form == "gbnf":
         lark = GbnfReader(grammar.text, vocabulary).read()

@@ -96,7 +96,12 @@ class ChoiceWriter:
             exclusive = {"allOf": [exclusive, {"anyOf": absences} if absences else False]}
         return exclusive
 
-    def _are_apart(self, one: Any, other: Any, depth: int = MAX_DEPTH) -> bool:
+    def _are_apart(
+        self,
+        one: Any,
+        other: Any,
+        depth: int = MAX_DEPTH,
+    ) -> bool:
         """Return whether it is certain that no value conforms to both schemas.
 
         If `other` was closed by `close_objects`, it is taken as it was before: its objects may have

@@ -38,7 +38,11 @@ class Sampler:
     It has no state, so one sampler serves all branches of a draft tree.
     """
 
-    def __init__(self, options: SamplerOptions, breakers: DryBreakers | None = None) -> None:
+    def __init__(
+        self,
+        options: SamplerOptions,
+        breakers: DryBreakers | None = None,
+    ) -> None:
         self.options = options
         self.breakers = breakers
         steps = chain_steps(options, breakers or DryBreakers())
@@ -167,7 +171,12 @@ class Sampler:
             candidates = _applied(step, candidates, history)
         return allowed(candidates.scores, allows), len(self._steps)
 
-    def _run(self, candidates: Candidates, n_done: int, history: TokenArray) -> Distribution:
+    def _run(
+        self,
+        candidates: Candidates,
+        n_done: int,
+        history: TokenArray,
+    ) -> Distribution:
         """Run the steps after the first `n_done` ones, and return the distribution."""
         for n_steps, step in enumerate(self._steps[n_done:], n_done + 1):
             if not isinstance(step, Exclusion):
@@ -184,7 +193,11 @@ class Sampler:
         return candidates.softmax(self._temperature)
 
 
-def mixture(weight: float, first: Distribution, second: Distribution) -> Distribution:
+def mixture(
+    weight: float,
+    first: Distribution,
+    second: Distribution,
+) -> Distribution:
     """Return weight * first + (1 - weight) * second."""
     if weight <= 0.0:
         return second
@@ -222,7 +235,11 @@ def _applied(
     return _adjusted(candidates, step, history)
 
 
-def _adjusted(candidates: Candidates, step: Adjustment, history: TokenArray) -> Candidates:
+def _adjusted(
+    candidates: Candidates,
+    step: Adjustment,
+    history: TokenArray,
+) -> Candidates:
     """Return the candidates in the order of ids, with new scores for those that a step affects."""
     candidates = candidates.by_id()
     token_ids, amounts = step.affected(history)

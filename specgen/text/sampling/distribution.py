@@ -58,7 +58,11 @@ class Distribution:
         index = int(cumulative.searchsorted(rng.random() * cumulative[-1], side="right"))
         return int(self.token_ids[min(index, len(self.token_ids) - 1)])
 
-    def minus(self, other: Distribution, scale: float = 1.0) -> Distribution | None:
+    def minus(
+        self,
+        other: Distribution,
+        scale: float = 1.0,
+    ) -> Distribution | None:
         """Return the residual after a rejected draft: normalize(max(0, scale * self - other)).
 
         Returns:

@@ -45,7 +45,11 @@ class DryBreakers:
     tails: Mapping[int, frozenset[_Tail]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary, breakers: Sequence[str]) -> DryBreakers:
+    def of(
+        cls,
+        vocabulary: Vocabulary,
+        breakers: Sequence[str],
+    ) -> DryBreakers:
         r"""Find the tokens of breakers; empty breakers are skipped.
 
         The first token of a breaker contains all of it, or ends with its beginning. What is left of

@@ -98,7 +98,11 @@ def likely_tokens(
     )
 
 
-def token_logprob(token_id: int, logprob: float, vocabulary: Vocabulary) -> TokenLogprob:
+def token_logprob(
+    token_id: int,
+    logprob: float,
+    vocabulary: Vocabulary,
+) -> TokenLogprob:
     """Return a token with its text and bytes. Invalid UTF-8 is written as escapes."""
     data = vocabulary.token_bytes(token_id)
     text = data.decode("utf-8", "backslashreplace") or vocabulary.token_text(token_id)

@@ -86,7 +86,11 @@ def chain_steps(options: SamplerOptions, breakers: DryBreakers) -> list[Step]:
     return steps
 
 
-def _step(name: SamplerName, options: SamplerOptions, breakers: DryBreakers) -> Step | None:
+def _step(
+    name: SamplerName,
+    options: SamplerOptions,
+    breakers: DryBreakers,
+) -> Step | None:
     """Return the step of a sampler; None if the options turn it off."""
     match name:
         case "penalties" if _has_penalties(options):

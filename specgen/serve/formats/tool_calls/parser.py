@@ -277,7 +277,11 @@ class ToolCallParser:
             content += self._take(max(1, min(begin, len(self._form.mark) or 1)))
         return self._end_content(content, unfinished_start), []
 
-    def _end_content(self, content: str, unfinished_start: int | None) -> str:
+    def _end_content(
+        self,
+        content: str,
+        unfinished_start: int | None,
+    ) -> str:
         """Remove an unfinished call and marks without a call from the end of the content.
 
         Args:

@@ -156,7 +156,12 @@ class PairsReader:
         self._is_last = False
         self._place = 0
 
-    def read(self, text: str, *, is_last: bool = False) -> ParsedArguments:
+    def read(
+        self,
+        text: str,
+        *,
+        is_last: bool = False,
+    ) -> ParsedArguments:
         """Read as much of a piece as is unambiguous; see `ArgumentsReader.read`."""
         self._text = text
         self._is_last = is_last

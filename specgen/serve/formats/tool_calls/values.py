@@ -161,7 +161,12 @@ class ArgumentsReader:
         self._is_last = False
         self._place = 0
 
-    def read(self, text: str, *, is_last: bool = False) -> ParsedArguments:
+    def read(
+        self,
+        text: str,
+        *,
+        is_last: bool = False,
+    ) -> ParsedArguments:
         """Read as much of a piece as is unambiguous.
 
         Args:

@@ -104,7 +104,11 @@ def _submit(
     return requests, model.submit(inserts, loop)
 
 
-def _inserts(request: ParsedRequest, model: ServedModel, limits: Limits) -> list[Insert]:
+def _inserts(
+    request: ParsedRequest,
+    model: ServedModel,
+    limits: Limits,
+) -> list[Insert]:
     """Return a function for each answer to a prompt, which inserts it into the engine."""
     generation = request.generation
     if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
@@ -190,7 +194,11 @@ def _is_empty(event: Event) -> bool:
     )
 
 
-def _failure(event: Event | SpecgenError, job: Job, limit_s: float) -> RequestError:
+def _failure(
+    event: Event | SpecgenError,
+    job: Job,
+    limit_s: float,
+) -> RequestError:
     """Return the error of an answer that has failed, or was ended before its first token."""
     if isinstance(event, SpecgenError):
         return RequestError.of(event)

@@ -57,7 +57,11 @@ def _running_entries(loaded: Sequence[PooledModel]) -> list[Json]:
     return entries
 
 
-async def show_model(pool: ModelPool, limits: Limits, request: HttpRequest) -> Response:
+async def show_model(
+    pool: ModelPool,
+    limits: Limits,
+    request: HttpRequest,
+) -> Response:
     """Return the description of a model, which is not loaded for that."""
     body = await read_json(request, limits)
     pooled = pool.find(body.get("model") or body.get("name"))
@@ -66,7 +70,11 @@ async def show_model(pool: ModelPool, limits: Limits, request: HttpRequest) -> R
     return JSONResponse(model.shown())
 
 
-async def pull_model(pool: ModelPool, limits: Limits, request: HttpRequest) -> Response:
+async def pull_model(
+    pool: ModelPool,
+    limits: Limits,
+    request: HttpRequest,
+) -> Response:
     """Return that a model is there, as Ollama does after a download.
 
     Programs pull a model before they use it, even if it is there already.

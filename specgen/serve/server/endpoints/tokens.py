@@ -17,7 +17,11 @@ def count_message_tokens(model: ServedModel, body: Json) -> Json:
     return {"input_tokens": _n_tokens(read_messages, model, body)}
 
 
-def count_input_tokens(read: Reader, model: ServedModel, body: Json) -> Json:
+def count_input_tokens(
+    read: Reader,
+    model: ServedModel,
+    body: Json,
+) -> Json:
     """Return the number of tokens of a prompt, in OpenAI's form; `read` reads the body."""
     return {
         "object": "response.input_tokens",
