@@ -67,6 +67,7 @@ Outputs multiply_tiles_of(const Block &block, const Columns &columns, int n_colu
         AmxProducts::multiply(block.type, group, tile.data(), n_inputs, n_columns, n,
                               &outputs[row], n_rows, tile_state);
     });
+    tile_state.release();
     return outputs;
 }
 

@@ -3,7 +3,7 @@
 // All kernels are templates over a vector type `V`: Avx2, AvxVnni, Avx512, Avx512Amd or Neon. These
 // types have the same operations by the same names, in the same order of sections. Nothing else in
 // the library contains intrinsics, except the rounding of activations
-// (products/activation_codes_*.h) and the tile registers of AMX (products/amx_tiles.h).
+// (products/activation_codes_*.h) and the tile registers of AMX (products/amx_instructions.h).
 //
 // Words used in names: an "int" is a 32-bit lane, a "short" one of its two 16-bit halves, a
 // "half" a float16, a "word" 32 bits in memory that hold four bytes or two shorts.

@@ -602,8 +602,8 @@ def _delete(removal: _ModelRemoval) -> None:
 
 def _is_in_use(storage: Path) -> bool:
     """Return whether a repository's folder in the cache has a file, or part of a download."""
-    snapshot_files = [path for path in storage.glob("snapshots/**/*") if path.is_file()]
-    return bool(snapshot_files) or any(storage.glob("blobs/*.incomplete"))
+    has_file = any(path.is_file() for path in storage.glob("snapshots/**/*"))
+    return has_file or any(storage.glob("blobs/*.incomplete"))
 
 
 def models_of(name: str, registry: Registry) -> tuple[CatalogueModel, ...]:

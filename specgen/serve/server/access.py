@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
@@ -20,7 +21,32 @@ LOCAL_ORIGINS = r"https?://(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})
 _OPEN_PATHS = ("/health", "/v1/health", "/")
 
 
-class PageCheck:
+class _RequestCheck(ABC):
+    """Middleware that refuses some requests, and passes all others on to the application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Pass a request on to the application, or refuse it."""
+        app = self._app
+        if scope["type"] == "http":
+            error = self._error(scope)
+            if error is not None:
+                app = refusal(error, scope)
+        await app(scope, receive, send)
+
+    @abstractmethod
+    def _error(self, scope: Scope) -> RequestError | None:
+        """Return the error of a request that is refused."""
+
+
+class PageCheck(_RequestCheck):
     """Refuses requests from web pages that may not use the server.
 
     - Pages of other origins are refused unless they are from this machine or allowed, since any
@@ -43,26 +69,15 @@ class PageCheck:
         *,
         has_keys: bool,
     ) -> None:
-        self._app = app
+        super().__init__(app)
         self._origins = origins
         self._host = host.lower()
         #: Whether a request may be for any host name.
         self._allows_any_host = has_keys or not is_loopback(host)
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        """Pass a request on to the application, or refuse it."""
-        app = self._app
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            error = self._origin_error(headers) or self._host_error(headers)
-            if error is not None:
-                app = refusal(error, scope)
-        await app(scope, receive, send)
+    def _error(self, scope: Scope) -> RequestError | None:
+        headers = Headers(scope=scope)
+        return self._origin_error(headers) or self._host_error(headers)
 
     def _origin_error(self, headers: Headers) -> RequestError | None:
         """Return the error if the request is from a web page that is not allowed."""
@@ -92,7 +107,7 @@ class PageCheck:
         return RequestError(403, message, "host_not_allowed")
 
 
-class KeyCheck:
+class KeyCheck(_RequestCheck):
     """Refuses requests without a valid key, if there are keys.
 
     Args:
@@ -101,22 +116,13 @@ class KeyCheck:
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
+        super().__init__(app)
         self._keys = [key.encode() for key in keys]
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        """Pass a request on to the application, or refuse it."""
-        app = self._app
-        if scope["type"] == "http" and self._needs_key(scope["method"], scope["path"]):
-            error = self._key_error(Headers(scope=scope))
-            if error is not None:
-                app = refusal(error, scope)
-        await app(scope, receive, send)
+    def _error(self, scope: Scope) -> RequestError | None:
+        if not self._needs_key(scope["method"], scope["path"]):
+            return None
+        return self._key_error(Headers(scope=scope))
 
     def _needs_key(self, method: str, path: str) -> bool:
         if not self._keys or method == "OPTIONS":

@@ -1,5 +1,6 @@
-// The tile registers of AMX in memory, for CPUs that have none: see vectors/avx512.h in this folder.
-// kernels/products/amx_tiles.h is the original, and explains what each instruction does.
+// The tile instructions of AMX on registers in memory, for CPUs that have none: see
+// vectors/avx512.h in this folder. kernels/products/amx_instructions.h is the original, and explains
+// what each one does.
 #pragma once
 
 #include <cstddef>
@@ -16,6 +17,24 @@ struct EmulatedTile {
     uint8_t rows[16][64];
 };
 EmulatedTile emulated_tiles[8];
+
+struct TileConfiguration {
+    EmulatedTile tiles[8];
+
+    void set(int tile, int n_rows, int bytes) {
+        tiles[tile].n_rows = n_rows;
+        tiles[tile].row_bytes = bytes;
+    }
+    void read() { std::memcpy(tiles, emulated_tiles, sizeof(tiles)); }
+    // Registers then have any contents.
+    void load() const {
+        for (int i = 0; i < 8; i++) {
+            emulated_tiles[i].n_rows = tiles[i].n_rows;
+            emulated_tiles[i].row_bytes = tiles[i].row_bytes;
+            std::memset(emulated_tiles[i].rows, 0x5a, sizeof(EmulatedTile::rows));
+        }
+    }
+};
 
 // As on a CPU, what a tile does not get becomes zero.
 template <int tile> void zero_tile() {
@@ -56,24 +75,5 @@ template <int c, int a, int b, bool signed_b = false> void multiply_tiles() {
         }
     }
 }
-
-constexpr int first_sums = 0;
-constexpr int first_columns = 4;
-constexpr int first_weights = 6;
-
-struct TileState {
-    void use(int columns, int words) {
-        for (int i = 0; i < 8; i++) {
-            EmulatedTile &tile = emulated_tiles[i];
-            const bool has_weights = i >= first_weights;
-            const bool has_columns = i >= first_columns && !has_weights;
-            tile.n_rows = has_weights ? words : columns;
-            tile.row_bytes = has_columns ? 4 * words : 64;
-            // Registers have any contents at first.
-            std::memset(tile.rows, 0x5a, sizeof(tile.rows));
-        }
-    }
-    void release() {}
-};
 
 }  // namespace
