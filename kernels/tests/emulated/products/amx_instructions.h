@@ -1,4 +1,4 @@
-// The tile instructions of AMX on registers in memory, for CPUs that have none: see
+// The tile instructions of AMX for CPUs without it, with the registers in memory: see
 // vectors/avx512.h in this folder. kernels/products/amx_instructions.h is the original, and explains
 // what each one does.
 #pragma once
@@ -26,7 +26,7 @@ struct TileConfiguration {
         tiles[tile].row_bytes = bytes;
     }
     void read() { std::memcpy(tiles, emulated_tiles, sizeof(tiles)); }
-    // Registers then have any contents.
+    // Afterwards, the contents of the registers are undefined.
     void load() const {
         for (int i = 0; i < 8; i++) {
             emulated_tiles[i].n_rows = tiles[i].n_rows;
@@ -36,7 +36,7 @@ struct TileConfiguration {
     }
 };
 
-// As on a CPU, what a tile does not get becomes zero.
+// As on a CPU, the rest of the register becomes zero.
 template <int tile> void zero_tile() {
     std::memset(emulated_tiles[tile].rows, 0, sizeof(EmulatedTile::rows));
 }
