@@ -17,8 +17,7 @@ from specgen.options import Contexts, DraftOptions, GenerationOptions, ModelChoi
 from specgen.session.choose_models import find_models
 
 if TYPE_CHECKING:
-    from specgen.measure.exactness import VerifyReport
-    from specgen.session.session import Session
+    from specgen.measure.exactness.report import VerifyReport
 
 #: The temperature of sampled checks if none above 0 is given: llama.cpp's default.
 _DEFAULT_TEMPERATURE = 0.8
@@ -61,7 +60,9 @@ def verify(
     code 0 means that no defect was found; 11 that one was, or that nothing was drafted.
     """
     from specgen.measure.draft_trial import fitting_prompts
-    from specgen.measure.exactness import N_SEARCHED, VerifyReport, run_checks, ways_to_draft
+    from specgen.measure.exactness.verification import run_checks
+    from specgen.measure.exactness.visible_places import N_SEARCHED
+    from specgen.measure.exactness.ways_to_draft import ways_to_draft
     from specgen.session.open import WantedSession
 
     check_drafts(drafting, "verify", models.draft)
@@ -72,7 +73,7 @@ def verify(
         sampling = replace(sampling, temperature=_DEFAULT_TEMPERATURE)
     ways = ways_to_draft(drafting)
 
-    # 1. Open a greedy session; for the sampled check, `run_checks` gets the sampling options.
+    # The session is greedy. For the sampled check, `run_checks` gets the sampling options.
     wanted = WantedSession.of(
         sources,
         sampling=replace(sampling, temperature=0.0, xtc_probability=0.0),
@@ -84,7 +85,7 @@ def verify(
         opened(wanted, machine.kernels, output) as session,
         output.measuring("run") as (progress, stop),
     ):
-        # 2. Run the checks. A prompt fits if the context also has room for these tokens after it.
+        # A prompt fits if the context also has room for these tokens after it.
         n_extra_tokens = 1
         if check != "greedy":
             n_extra_tokens += N_SEARCHED
@@ -94,7 +95,7 @@ def verify(
                 f"the sampling test ({n_samples * len(ways)} samples) runs last and takes longest: "
                 "--n-samples makes it shorter, --check greedy leaves it out"
             )
-        greedy, sampled = run_checks(
+        report = run_checks(
             session,
             prompts,
             ways,
@@ -104,24 +105,7 @@ def verify(
             progress=progress,
             interrupted=stop,
         )
-        report = VerifyReport(
-            target=sources.target.name,
-            draft="none" if session.draft is None else session.draft.name,
-            verifier=drafting.verifier,
-            draft_max=drafting.n_max,
-            sampler=sampling,
-            check=check,
-            greedy=greedy,
-            sampled=sampled,
-            skipped=skipped,
-            is_interrupted=stop(),
-            kernels=session.target.kernels,
-            instead=_deviations(session),
-            unequal_rows=session.target.row_exception if session.target.has_kernels else "",
-        )
-
-    # 3. Report the results.
-    _print_report(report, as_json=as_json)
+    _print_report(replace(report, skipped=skipped), as_json=as_json)
     if stop():
         return stop.exit_code
     _raise_defect(report)
@@ -151,19 +135,3 @@ def _raise_defect(report: VerifyReport) -> None:
         what = f"nothing was drafted, so nothing was checked: {', '.join(report.undrafted)}"
         hint = "use other --prompts, or options that draft more (--draft-p-min 0, --ngram-min 1)"
         raise DefectError(what, hint)
-
-
-def _deviations(session: Session) -> tuple[str, ...]:
-    """Return a sentence for each option of drafts that could not be checked as it was given."""
-    draft = session.draft
-    drafting = session.options.drafting
-    if draft is None:
-        return ()
-    deviations: list[str] = []
-    if drafting.tree.is_fixed and session.why_chains:
-        deviations.append(f"drafts were chains, not trees of {drafting.tree}: {session.why_chains}")
-    if drafting.verifier not in ("auto", "match") and not draft.can_sample:
-        deviations.append(
-            f"drafts were matched, not judged by {drafting.verifier}: none of them was sampled"
-        )
-    return tuple(deviations)

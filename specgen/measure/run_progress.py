@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
+
+from specgen.system.progress import Progress
 
 #: A function that receives how much of a step is done, and how much there is of it.
 StepProgress: TypeAlias = Callable[[int, int], None]
 
 
-class RunProgress:
-    """Turns the progress of each step into that of the whole run."""
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """A part of a run, with its own progress."""
 
-    def __init__(
-        self,
-        work: Mapping[str, int],
-        report: Callable[[str, int, int], None],
-    ) -> None:
-        """Begin a run.
+    #: Its name.
+    name: str
+    #: Its expected work, in any unit that takes about as long in all steps.
+    work: int
+    #: Does the work, and reports its progress.
+    do: Callable[[StepProgress], None]
 
-        Args:
-            work: The expected work of each step by its name, in the order of the steps. Any unit
-                will do that is about as long in all steps.
-            report: Receives the name of the present step, and the work that is done, and the work
-                of all steps.
-        """
-        self._work = dict(work)
-        self._report = report
 
-    def step(self, name: str) -> StepProgress:
-        """Begin a step, and return the function that receives its progress.
+def run_steps(
+    steps: Sequence[RunStep],
+    report: Progress,
+    interrupted: Callable[[], bool],
+) -> None:
+    """Do the work of all steps, and report their progress as that of one run.
 
-        The work of all steps before it counts as done.
-        """
-        names = list(self._work)
-        work_before = sum(self._work[each] for each in names[: names.index(name)])
-        total_work = sum(self._work.values())
+    Args:
+        steps: The steps.
+        report: Receives the name of the present step, the work that is done, and the work of all
+            steps.
+        interrupted: Whether to stop, asked before each step.
+    """
+    total_work = sum(step.work for step in steps)
+    work_before = 0
 
-        def progress(done: int, total: int) -> None:
-            share = done / max(1, total)
-            self._report(name, work_before + round(share * self._work[name]), total_work)
+    def progress(done: int, total: int) -> None:
+        done_work = round(done / max(1, total) * step.work)
+        report(step.name, work_before + done_work, total_work)
 
+    for step in steps:
+        if interrupted():
+            return
         progress(0, 1)
-        return progress
+        step.do(progress)
+        work_before += step.work

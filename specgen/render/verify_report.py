@@ -10,7 +10,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from specgen.measure.exactness import Difference, GreedyResult, SampledResult, VerifyReport, WayName
+from specgen.measure.exactness.greedy_check import GreedyResult
+from specgen.measure.exactness.near_ties import Difference
+from specgen.measure.exactness.report import VerifyReport
+from specgen.measure.exactness.sampled_check import SampledResult
+from specgen.measure.exactness.ways_to_draft import WayName
 from specgen.render.rows import clean_line
 from specgen.system.quantities import counted
 

@@ -2,7 +2,7 @@
 
 With specgen's kernels, texts and rows must be exactly the same. llama.cpp's kernels may round a row
 differently in a batch. Then a row must be as close as batches alone move it, and a text may differ
-only where two tokens are that close (`specgen.measure.exactness`).
+only where two tokens are that close (`specgen.measure.exactness.near_ties`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.measure.exactness import SLACK, GreedyResult, check_greedy, movement
+from specgen.measure.exactness.greedy_check import GreedyResult, check_greedy
+from specgen.measure.exactness.near_ties import SLACK, movement
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions, parse_tree
 from specgen.session.engine import Engine

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from specgen.events import CommittedEvent, Event
-from specgen.measure import exactness
+from specgen.measure.exactness import greedy_check, near_ties, sampled_check, visible_places
 from specgen.method.answer_state import AnswerState
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import Drafter, Drafting
@@ -159,5 +159,5 @@ def lose_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
         committed = [event.pieces for event in events if isinstance(event, CommittedEvent)]
         return [each.token_id for pieces in committed for each in pieces if each.kind != "bonus"]
 
-    for module in (exactness, joint_draws):
+    for module in (greedy_check, near_ties, sampled_check, visible_places, joint_draws):
         monkeypatch.setattr(module, "tokens_of", tokens_of)

@@ -20,18 +20,13 @@ import pytest
 import specgen.method.loop
 from specgen.errors import BackendError
 from specgen.llama import LlamaBackend
-from specgen.measure.exactness import (
-    N_AT_ONCE,
-    Difference,
-    GreedyResult,
-    SampledResult,
-    VerifyReport,
-    check_greedy,
-    check_sampled,
-    movement,
-    run_checks,
-    ways_to_draft,
-)
+from specgen.measure.exactness.greedy_check import GreedyResult, check_greedy
+from specgen.measure.exactness.known_answers import N_AT_ONCE
+from specgen.measure.exactness.near_ties import Difference, movement
+from specgen.measure.exactness.report import VerifyReport
+from specgen.measure.exactness.sampled_check import SampledResult, check_sampled
+from specgen.measure.exactness.verification import run_checks
+from specgen.measure.exactness.ways_to_draft import ways_to_draft
 from specgen.measure.goodness_of_fit import GTest
 from specgen.method.backend import Backend, Batch
 from specgen.method.draft import Branches, Draft, keep_path

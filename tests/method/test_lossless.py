@@ -22,7 +22,8 @@ from typing import TypeAlias, get_args
 import pytest
 
 from specgen.events import FinishedEvent
-from specgen.measure.exactness import check_greedy, check_sampled
+from specgen.measure.exactness.greedy_check import check_greedy
+from specgen.measure.exactness.sampled_check import check_sampled
 from specgen.options import (
     GenerationOptions,
     Grammar,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from specgen.measure.run_progress import RunProgress
+from specgen.measure.run_progress import RunStep, StepProgress, run_steps
 from specgen.system import progress
 from specgen.system.progress import ProgressView
 
@@ -84,12 +84,15 @@ def test_a_download_prints_a_line_now_and_then() -> None:
 def test_a_run_has_one_estimate_of_its_remaining_time() -> None:
     stream, clock = io.StringIO(), Clock()
     view = ProgressView(stream, clock, "run")
-    run = RunProgress({"plain": 10, "drafts": 20, "samples": 70}, view.show)
-    for name in ("plain", "drafts", "samples"):
-        step = run.step(name)
+
+    def work(progress: StepProgress) -> None:
         for n_done in (1, 2):
             clock.now_s += 20.0
-            step(n_done, 2)
+            progress(n_done, 2)
+
+    shares = {"plain": 10, "drafts": 20, "samples": 70}
+    steps = [RunStep(name, share, work) for name, share in shares.items()]
+    run_steps(steps, view.show, lambda: False)
     view.close()
     assert stream.getvalue().splitlines() == [
         "plain: 5% of the run, about 6 min left",

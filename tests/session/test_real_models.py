@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from specgen.measure.exactness import check_greedy, check_sampled
+from specgen.measure.exactness.greedy_check import check_greedy
+from specgen.measure.exactness.sampled_check import check_sampled
 from specgen.options import ContextOptions, SamplerOptions
 from specgen.session.prompts import Prompt
 from specgen.session.session import Session
