@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from specgen.session.measurement_store import MeasurementStore
     from specgen.session.prompts import Prompt
     from specgen.session.session import Session
+    from specgen.session.weights_memory import WeightsBudget
     from specgen.system.progress import Progress
 
 #: The name of plain decoding in tables.
@@ -500,7 +502,6 @@ def measure(
         SpecgenError: If the measurement fails before the first result.
     """
     from specgen.session.session import Session
-    from specgen.session.weights_memory import weights_budget
     from specgen.system.machine import LoadOfOthers
 
     runs = Runs()
@@ -508,9 +509,7 @@ def measure(
     contenders: list[Contender] = []
     try:
         with contextlib.ExitStack() as stack:
-            # All entries share the target's weights, which leave room for everything else.
-            drafts = [entry.options.draft for entry in entries]
-            budget = weights_budget(entries[0].options, drafts, len(entries))
+            budget = budget_of(entries)
             for n_done, entry in enumerate(entries):
                 progress("loading", n_done, len(entries))
                 session = stack.enter_context(
@@ -534,6 +533,40 @@ def measure(
     runs.is_interrupted = interrupted()
     runs.others_share = load.share
     return runs
+
+
+def budget_of(entries: Sequence[Entry]) -> WeightsBudget:
+    """Decide how much memory the target's weights may use while the models of all entries are open.
+
+    A file that several entries use is loaded once. Contexts are freed after each answer, so only
+    those of one entry are open at a time.
+
+    Args:
+        entries: The entries, all with the same target.
+
+    Raises:
+        MemoryLimitError: If the weights do not fit, and `weights_memory` is ``all``.
+        ModelFileError: If a draft's file cannot be read.
+        UsageError: If `weights_memory` does not suit the other options.
+    """
+    from specgen.session.weights_memory import weights_budget, weights_bytes
+    from specgen.system.machine import available_memory_bytes
+
+    available_bytes = available_memory_bytes()
+    all_files = {file for entry in entries for file in _draft_files(entry)}
+    budgets: list[WeightsBudget] = []
+    for entry in entries:
+        files_of_others = all_files.difference(_draft_files(entry))
+        max_bytes = available_bytes - sum(map(weights_bytes, files_of_others))
+        drafts = [entry.options.draft]
+        budgets.append(weights_budget(entry.options, drafts, max_bytes=max_bytes))
+    return min(budgets, key=lambda each: math.inf if each.max_bytes is None else each.max_bytes)
+
+
+def _draft_files(entry: Entry) -> list[Path]:
+    """Return the files of an entry's draft and of its further drafts."""
+    drafts = (entry.options.draft, *entry.options.further_drafts)
+    return [draft for draft in drafts if isinstance(draft, Path)]
 
 
 # --- figures

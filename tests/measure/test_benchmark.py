@@ -18,14 +18,21 @@ from specgen.measure.benchmark import (
     Outcome,
     Result,
     Runs,
+    Stages,
+    budget_of,
     entries_of,
     figures_of,
     take_turns,
 )
 from specgen.measure.prompts import BenchPrompt
 from specgen.options import ContextOptions, SessionOptions
+from specgen.session import weights_memory
 from specgen.session.measurement_store import MeasurementStore, Threads
+from specgen.session.weights_memory import budget_within
+from specgen.system import machine
+from tests.helpers.tiny import write_large_model
 
+GB = 10**9
 Log = list[tuple[str, str]]
 PROMPTS = [BenchPrompt(number, "all", f"p{number}") for number in (1, 2, 3)]
 OUTCOME = Outcome(
@@ -196,6 +203,32 @@ def test_counts_and_shares_are_over_all_answers() -> None:
 
 
 # --- comparisons
+
+
+def test_all_drafts_are_in_memory_at_once_but_the_contexts_of_one_contender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (machine, weights_memory):
+        monkeypatch.setattr(module, "available_memory_bytes", lambda: 10 * GB)
+    target = write_large_model(tmp_path / "target.gguf", 10 * GB)
+    drafts = [write_large_model(tmp_path / f"draft {n}.gguf", n * GB // 2) for n in (1, 2, 3)]
+    base = SessionOptions(target, "none")
+
+    def budget_bytes(*stages: Stages, n_temperatures: int = 1) -> int:
+        temperatures = [float(n) for n in range(n_temperatures)]
+        ways = [base.drafting.policy], [base.drafting.tree], temperatures
+        found = budget_of(entries_of(base, stages, *ways, MeasurementStore())).max_bytes
+        assert found is not None
+        return found
+
+    one, other, largest = ((draft,) for draft in drafts)
+    alone = budget_bytes(largest)
+    assert alone == budget_within(base, [drafts[2]], 10 * GB).max_bytes
+    # More contenders with the same files need no more memory.
+    assert alone == budget_bytes(largest, (drafts[2], "ngram"), n_temperatures=4)
+    assert alone == pytest.approx(budget_bytes(largest, one, other) + 3 * GB // 2, rel=1e-4)
+    # A draft for the draft is open, and has a context at the same time.
+    assert budget_bytes((drafts[2], drafts[0])) < budget_bytes(largest, one)
 
 
 def test_models_have_as_many_threads_as_were_found_to_be_best(tmp_path: Path) -> None:
