@@ -74,9 +74,16 @@ def verify(
     ways = ways_to_draft(drafting)
 
     # The session is greedy. For the sampled check, `run_checks` gets the sampling options.
+    greedy = replace(
+        sampling,
+        temperature=0.0,
+        dynatemp_range=0.0,
+        xtc_probability=0.0,
+        samplers=(*sampling.samplers, "temperature"),  # it may be missing
+    )
     wanted = WantedSession.of(
         sources,
-        sampling=replace(sampling, temperature=0.0, xtc_probability=0.0),
+        sampling=greedy,
         drafting=drafting,
         generation=replace(answer, max_tokens=trials.max_tokens),
         contexts=machine,

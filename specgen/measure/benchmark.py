@@ -530,7 +530,9 @@ def measure(
         if not runs.results:
             raise
         runs.error = error
-    runs.is_interrupted = interrupted()
+    except KeyboardInterrupt:  # while costs were measured, or for the second time
+        runs.is_interrupted = True
+    runs.is_interrupted |= interrupted()
     runs.others_share = load.share
     return runs
 

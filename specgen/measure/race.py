@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,9 +17,11 @@ from specgen.events import (
 )
 from specgen.measure.benchmark import answer_events, warm_up, without_drafts
 from specgen.method.drafter import never
+from specgen.options import SamplerOptions
 from specgen.system.files import as_json
 from specgen.system.quantities import counted, seconds_text, times_text
 from specgen.text.overlap import common_prefix_length
+from specgen.text.sampling.chain import Sampler
 
 if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
@@ -159,7 +161,7 @@ class Race:
     @property
     def is_greedy(self) -> bool:
         """Whether the answers have to be the same, because no token was sampled."""
-        return all(answer.prompt.sampler["temperature"] <= 0.0 for answer in self.answers)
+        return not any(_is_random(answer.prompt.sampler) for answer in self.answers)
 
     @property
     def kinds(self) -> list[TokenKind]:
@@ -226,6 +228,13 @@ class Race:
         }
 
 
+def _is_random(sampler: Mapping[str, Any]) -> bool:
+    """Return whether tokens are sampled with these options, by name."""
+    names = ("temperature", "samplers", "dynatemp_range", "xtc_probability", "xtc_threshold")
+    options = SamplerOptions(**{name: sampler[name] for name in names if name in sampler})
+    return Sampler(options).is_random
+
+
 def _figures(answer: RacedAnswer, speedup: float | None) -> RaceFigures:
     finished = answer.finished
     return RaceFigures(
@@ -268,7 +277,13 @@ def run_race(
 
     options = without_drafts(session.options)
     answers: list[RacedAnswer] = []
-    with Session(options, session.clock, open_measurements()) as plain_session:
+    # Both sessions share the target's weights, which are in memory already.
+    with Session(
+        options,
+        session.clock,
+        open_measurements(),
+        budget=session.budget,
+    ) as plain_session:
         contenders = {"without drafts": plain_session, "with drafts": session}
         for n_done, contender in enumerate(contenders.values()):
             progress("warming up", n_done, len(contenders))

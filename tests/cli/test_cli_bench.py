@@ -215,9 +215,9 @@ def test_a_prompt_that_is_too_long_is_skipped(bench: Specgen, prompts: Path) -> 
     assert bench("--draft", "none", "--quiet").err == ""
 
 
-@pytest.mark.parametrize("is_interrupted", [True, False])
+@pytest.mark.parametrize("n_signals", [0, 1, 2])
 def test_an_early_end_keeps_the_results_so_far(
-    bench: Specgen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_interrupted: bool
+    bench: Specgen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n_signals: int
 ) -> None:
     from specgen.session.prompts.prompt import Prompts
 
@@ -226,8 +226,9 @@ def test_an_early_end_keeps_the_results_so_far(
     def prepare_and_stop(self: Prompts, *arguments: Any, **more: Any) -> Any:
         nonlocal n_prompts
         n_prompts += 1
-        if n_prompts == 2 + 4 and is_interrupted:  # after the two of the warm-up
-            os.kill(os.getpid(), signal.SIGINT)
+        if n_prompts == 2 + 4:  # after the two of the warm-up
+            for _ in range(n_signals):
+                os.kill(os.getpid(), signal.SIGINT)
         if n_prompts == 2 + 5:
             raise BackendError("plain decoding is broken")
         return prepare(self, *arguments, **more)
@@ -236,14 +237,14 @@ def test_an_early_end_keeps_the_results_so_far(
     file = tmp_path / "out.json"
     outcome = bench("--draft", "draft", "--policy", "fixed", "--json", file)
     document = json.loads(file.read_text(encoding="utf-8"))
-    assert document["is_interrupted"] is is_interrupted
-    if is_interrupted:
+    assert document["is_interrupted"] is (n_signals > 0)
+    if n_signals:
         assert outcome.code == 130
         assert notes(outcome)[1:] == ["note: interrupted: not everything was measured"]
     else:
         assert outcome.code == BackendError.exit_code
         assert "error: plain decoding is broken" in outcome.err
-    assert len(document["results"]) == (3 if is_interrupted else 4)
+    assert len(document["results"]) == (3 if n_signals else 4)
     assert [line.split("\t")[1:4] for line in outcome.out.splitlines()][1:3] == [
         ["plain", "overall", "2"],
         ["plain", "code", "1"],

@@ -117,6 +117,14 @@ def test_deviations_from_the_options_come_first(verify: Verify) -> None:
     assert verify(*own).out.splitlines()[-1] == "PASS: no difference found in 5 answers"
 
 
+@pytest.mark.parametrize(
+    "own", [("--dynatemp-range", "0.5"), ("--samplers", "top_k"), ("--xtc-probability", "1")]
+)
+def test_the_greedy_check_samples_nothing(verify: Verify, own: tuple[str, ...]) -> None:
+    result = verify("--check", "greedy", "--policy", "fixed", *own)
+    assert result.code == 0, result.out
+
+
 # --- how it ends
 
 

@@ -24,7 +24,11 @@ from specgen.measure.exactness.greedy_check import GreedyResult, check_greedy
 from specgen.measure.exactness.known_answers import N_AT_ONCE
 from specgen.measure.exactness.near_ties import Difference, movement
 from specgen.measure.exactness.report import VerifyReport
-from specgen.measure.exactness.sampled_check import SampledResult, check_sampled
+from specgen.measure.exactness.sampled_check import (
+    SAMPLES_PER_SEARCH,
+    SampledResult,
+    check_sampled,
+)
 from specgen.measure.exactness.verification import run_checks
 from specgen.measure.exactness.ways_to_draft import ways_to_draft
 from specgen.measure.goodness_of_fit import GTest
@@ -272,6 +276,27 @@ def test_rounding_in_batches_is_not_a_defect_but_a_bug_is_still_found(
         assert any(result.is_defect for result in greedy(loaded))
 
 
+@pytest.mark.parametrize("top_p", [0.95, 0.01])
+def test_a_near_tie_is_one_even_if_the_sampler_keeps_only_one_token(
+    models: Path, monkeypatch: pytest.MonkeyPatch, top_p: float
+) -> None:
+    decode = LlamaBackend.decode
+    rng = np.random.default_rng(0)
+
+    def rounded(backend: LlamaBackend, batch: Batch) -> Logits:
+        logits = decode(backend, batch)
+        if len(batch) > 1:  # in another way each time, so that plain decoding does not repeat it
+            noise = rng.normal(size=logits.shape)
+            np.add(logits, 0.05 * noise, out=logits, casting="same_kind")
+        return logits
+
+    monkeypatch.setattr(LlamaBackend, "decode", rounded)
+    with opened(models, 1, EAGER, temperature=0.0, max_tokens=100, top_p=top_p) as loaded:
+        results = greedy(loaded)
+    assert any(result.difference is not None for result in results)
+    assert not any(result.is_defect for result in results)
+
+
 @pytest.mark.parametrize("n_at_once", [1, N_AT_ONCE])
 def test_an_answer_that_fails_in_its_last_round_is_an_error(
     models: Path, monkeypatch: pytest.MonkeyPatch, n_at_once: int
@@ -335,6 +360,29 @@ def test_draws_of_decoder_heads_fit(models: Path, tmp_path: Path) -> None:
     with opened(models, 1, EAGER, draft=tmp_path / "heads.gguf") as loaded:
         result = sampled(loaded, n_samples=150)
     assert result.n_drafted > 0
+    assert not result.is_defect
+
+
+def test_an_interruption_keeps_the_samples_so_far(models: Path) -> None:
+    n_done = 0
+
+    def count(done: int, _total: int) -> None:
+        nonlocal n_done
+        n_done = done
+
+    with opened(models, 0, EAGER) as loaded:
+        prompts = {1: loaded.prompts.of_text(PROMPT, chat=False)}
+        result = check_sampled(
+            loaded,
+            prompts,
+            10_000,
+            LEVEL,
+            progress=count,
+            interrupted=lambda: n_done >= SAMPLES_PER_SEARCH + 100,
+        )
+    assert result is not None
+    assert 100 <= result.n_samples < 200
+    assert result.n_samples == n_done - SAMPLES_PER_SEARCH
     assert not result.is_defect
 
 

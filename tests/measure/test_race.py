@@ -10,7 +10,9 @@ import pytest
 
 from specgen.events import FinishedEvent
 from specgen.measure.race import Race, RacedAnswer, run_race
-from specgen.options import PrefixOptions, SamplerOptions
+from specgen.options import ContextOptions, PrefixOptions, SamplerOptions
+from specgen.session import weights_memory
+from specgen.system.files import as_json
 from tests.helpers.events import Script
 from tests.helpers.races import raced, short_race
 from tests.helpers.sessions import opened
@@ -54,6 +56,16 @@ def test_both_are_warmed_up_and_then_run_one_after_the_other(tiny_models: Path) 
     assert names.count("warming up") == 2
     plain = [step for step in steps if step[0] == "without drafts"]
     assert plain == [("without drafts", n, 5) for n in range(1, 6)]
+
+
+def test_its_own_target_does_not_count_as_used_memory(
+    tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ContextOptions(weights_memory="all")
+    with opened(tiny_models / "target.gguf", "draft", target_context=context) as session:
+        # What is left once the session has loaded it.
+        monkeypatch.setattr(weights_memory, "available_memory_bytes", lambda: 1000)
+        assert len(run_race(session, session.prompts.of_text(PROMPT)).answers) == 2
 
 
 def test_a_seed_gives_the_same_text(tiny_models: Path) -> None:
@@ -123,6 +135,23 @@ def test_other_texts_are_compared_by_their_speed(
         assert race.difference.startswith(
             "token 2 is ' cat' without drafts, and ' dog' with them: `specgen verify`"
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_greedy"),
+    [
+        ({}, True),
+        ({"temperature": 0.8}, False),
+        ({"dynatemp_range": 0.5}, False),
+        ({"samplers": ("top_k",)}, False),
+        ({"xtc_probability": 0.5}, False),
+    ],
+)
+def test_only_greedy_answers_have_to_be_the_same(changes: dict[str, Any], is_greedy: bool) -> None:
+    race = raced(Script(draft="none").prompt().finish(), Script().prompt().finish())
+    for answer in race.answers:
+        answer.prompt.sampler.update(as_json(SamplerOptions(**changes)))
+    assert race.is_greedy is is_greedy
 
 
 def test_texts_differ_where_one_of_them_ends() -> None:

@@ -172,11 +172,14 @@ def _preference(
 ) -> float:
     """Return by how many logits the target prefers a token to another one.
 
-    It is infinite if the sampler or the grammar rules one of them out.
+    Samplers that only leave out unlikely tokens are not applied. It is infinite if a logit bias or
+    the grammar rules one of the tokens out.
     """
     greedy = session.settings.sampler
     # At temperature 1 the logarithm of a ratio of probabilities is the difference of logits.
-    sampler = Sampler(replace(greedy.options, temperature=1.0), greedy.breakers)
+    names = tuple(name for name in greedy.options.samplers if name in ("penalties", "dry"))
+    options = replace(greedy.options, samplers=names)
+    sampler = Sampler(options, greedy.breakers)
     distribution = SamplingPipeline(sampler, state).distribution(logits)
     token_prob = distribution.probability(token)
     other_prob = distribution.probability(other)

@@ -83,7 +83,7 @@ def check_sampled(
     Args:
         session: A session with a random sampler.
         prompts: The prompts by number.
-        n_samples: The number of samples.
+        n_samples: The number of samples to take.
         level: The significance level: a p-value up to this counts as a defect.
         seed: The seed of the first sample.
         way: The name of the way to draft, for the result; None for the session's policy.
@@ -92,7 +92,8 @@ def check_sampled(
             prompt counts as `SAMPLES_PER_SEARCH`.
 
     Returns:
-        The result; None if nothing was drafted, or if interrupted.
+        The result, of fewer samples if interrupted; None if nothing was drafted, or if interrupted
+        before the first samples.
 
     Raises:
         SpecgenError: If an answer or its drafter fails.
@@ -114,7 +115,8 @@ def check_sampled(
         interrupted,
         lambda n_done: progress(n_total - n_samples + n_done, n_total),
     )
-    if samples is None:
+    n_taken = samples.counts.total()
+    if n_taken == 0:
         return None
     # `exact` only has the possible tokens, so all other samples are impossible ones.
     counts = [samples.counts[token] for token in place.exact.token_ids.tolist()]
@@ -123,12 +125,12 @@ def check_sampled(
         way=way or session.options.drafting.policy_in_use,
         n_prompt=len(place.prompt.tokens),
         n_answer=len(place.answer),
-        n_samples=n_samples,
-        n_impossible=n_samples - sum(counts),
+        n_samples=n_taken,
+        n_impossible=n_taken - sum(counts),
         n_drafted=samples.n_drafted,
         n_accepted=samples.n_accepted,
         level=level,
-        test=g_test(np.array(counts, np.int64), place.exact.probs, n_samples),
+        test=g_test(np.array(counts, np.int64), place.exact.probs, n_taken),
     )
 
 
@@ -187,8 +189,8 @@ def _take_samples(
     seed: int,
     interrupted: Callable[[], bool],
     progress: Callable[[int], None],
-) -> _Samples | None:
-    """Sample the token at a place `n_samples` times.
+) -> _Samples:
+    """Sample the token at a place `n_samples` times, or less often if interrupted.
 
     Args:
         session: The session.
@@ -197,9 +199,6 @@ def _take_samples(
         seed: The seed of the first sample.
         interrupted: Whether to stop.
         progress: Receives the number of finished samples.
-
-    Returns:
-        The samples; None if interrupted.
 
     Raises:
         SpecgenError: If an answer or its drafter fails.
@@ -237,7 +236,7 @@ def _take_samples(
                 if isinstance(event, CommittedEvent) and event.n_tokens > len(forced):
                     engine.cancel(requests[event.sequence - n_done])
             if interrupted():
-                return None
+                break
             for request in requests:
                 samples.add(request, position=len(forced))
             progress(n_done + n_queued)

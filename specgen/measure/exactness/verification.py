@@ -71,7 +71,11 @@ def run_checks(
         steps += checks.greedy_steps()
     if check != "greedy":
         steps += checks.sampled_steps(sampling, n_samples)
-    run_steps(steps, progress, interrupted)
+    is_interrupted = False
+    try:
+        run_steps(steps, progress, interrupted)
+    except KeyboardInterrupt:  # while costs were measured, or for the second time
+        is_interrupted = True
 
     wanted = next(iter(ways.values()))
     return VerifyReport(
@@ -83,7 +87,7 @@ def run_checks(
         check=check,
         greedy=tuple(checks.greedy),
         sampled=tuple(checks.sampled),
-        is_interrupted=interrupted(),
+        is_interrupted=is_interrupted or interrupted(),
         kernels=session.target.kernels,
         instead=_deviations(session),
         unequal_rows=session.target.row_exception if session.target.has_kernels else "",
