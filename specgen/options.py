@@ -241,7 +241,7 @@ class DraftOptions(Options):
         None,
         "--ngrams/--no-ngrams",
         "With a draft model, also draft repetitions of the text so far.",
-        show_default="with --policy cost",
+        show_default="on with --policy cost",
     )
     ngram_min: int | None = _ngrams(
         None,

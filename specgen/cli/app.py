@@ -54,6 +54,9 @@ _NAMES_ELSEWHERE = {
     "list": "models list",
     "pull": "models pull",
     "rm": "models rm",
+    "show": "models show",
+    "quantize": "models quantize",
+    "help": "--help",
 }
 #: Typer's message about a command that does not exist, which may end with its own suggestions.
 _UNKNOWN_COMMAND = re.compile(r"No such command '(?P<name>[^']+)'\.")
@@ -234,6 +237,8 @@ def _usage_error(error: Any) -> UsageError:
     elif type(error).__name__ == "NoSuchOption":
         names = [name for option in error.ctx.command.params for name in option.opts]
         message = f"{error.message}{did_you_mean(error.option_name, names)}"
+        if command == "specgen":
+            hint = 'a command comes before its options: `specgen run -m model.gguf "prompt"`'
     elif unknown_command is not None:
         name = unknown_command["name"]
         message = f"No such command '{name}'"

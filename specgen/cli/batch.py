@@ -70,7 +70,7 @@ def batch(
     cpus_per_worker: float | None = _batch(
         None,
         "--cpus-per-worker",
-        "With --ray: CPUs of an actor.",
+        "The number of CPUs of each actor, with --ray.",
         min=0.01,
         metavar="N",
         show_default="all of the largest node: one actor per node",
@@ -78,7 +78,7 @@ def batch(
     gpus_per_worker: float | None = _batch(
         None,
         "--gpus-per-worker",
-        "With --ray: GPUs of an actor.",
+        "The number of GPUs of each actor, with --ray.",
         min=0.0,
         metavar="N",
         show_default="all of the node with the most",

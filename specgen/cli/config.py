@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from specgen.cli import flags
@@ -44,7 +45,7 @@ class ConfigCommand(Command):
 def _line(option: Any, ctx: Any) -> str:
     """Return the line of the file that sets an option; a comment if specgen's default applies."""
     key = option_keys(option)[0]
-    value = ctx.params[option.name]
+    value = _number_if_taken(option, ctx.params[option.name])
     source = ctx.get_parameter_source(option.name).name
     if source == "ENVIRONMENT":
         return f"{key} = {_toml(value)}  # environment {option.envvar}"
@@ -55,6 +56,14 @@ def _line(option: Any, ctx: Any) -> str:
     if value is None:
         return f"# {key} is not set"
     return f"# {key} = {_toml(value)}  # default"
+
+
+def _number_if_taken(option: Any, value: Any) -> Any:
+    """Return a text as a number if it is one and the option takes numbers, as in N|all."""
+    takes_numbers = "N" in (option.metavar or "").split("|")
+    if takes_numbers and isinstance(value, str) and re.fullmatch(r"\s*-?\d+\s*", value):
+        return int(value)
+    return value
 
 
 #: The class of this command (`specgen.cli.app`).

@@ -571,7 +571,7 @@ def learn(
 ) -> int:
     """Let a draft model learn from the answers that --learn kept.
 
-    The latest answers are held back. If the draft then agrees with the target more often on them,
+    The latest answers are held out. If the draft then agrees with the target more often on them,
     its new weights are kept for commands with --learn. `specgen chat` and `specgen serve` do this
     automatically.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ def read_prompt(
     if argument is not None and option is not None:
         raise UsageError("the prompt is given twice: PROMPT and --prompt", hint="give it once")
     question = option if argument is None else argument
+    if question is not None and question != "-" and named_file(question):
+        note(f"the prompt is the text {question!r}; for the file: -f {shlex.quote(question)}")
     names = []
     texts = []
     for source in _prompt_sources(question, files):

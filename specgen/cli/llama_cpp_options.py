@@ -51,12 +51,18 @@ _EQUIVALENTS = {
 _HINTS_BY_NAMES = {
     "-ub --ubatch-size": "-b N is how many prompt tokens are decoded at once",
     "-e --escape": r"write line breaks as the shell does: $'one\ntwo'",
-    "-cnv --conversation -i --interactive -if --interactive-first -mli --multiline-input": (
+    "-cnv --conversation -i --interactive -if --interactive-first -mli --multiline-input -ins "
+    "--instruct -cml --chatml": (
         "`specgen chat` is a conversation; `specgen run` answers one prompt"
+    ),
+    "-p --prompt": (
+        "`specgen run` answers a prompt; in `specgen chat`, --system TEXT is the system message"
     ),
     "-st --single-turn -no-cnv --no-conversation": "`specgen run` answers one prompt",
     "--display-prompt --verbose-prompt": "--json shows the prompt as the model sees it",
-    "--no-mmap --mlock -lm --load-mode -lzm --lazy-mode": "leave it out: specgen maps the file",
+    "--no-mmap --mlock -lm --load-mode -lzm --lazy-mode": (
+        "leave it out: --weights-memory sets how much of the model stays in memory"
+    ),
     "--lora --lora-scaled --lora-init-without-apply": (
         "merge the adapter into the model, for example with llama-export-lora"
     ),
@@ -82,6 +88,7 @@ _HINTS_BY_NAMES = {
     "-cl --cache-list": "`specgen models list` lists the models on this disk",
     "--completion-bash": "`specgen --install-completion` completes names and options",
     "-sysf --system-prompt-file": '--system "$(cat FILE)" takes it from a file',
+    "-cd --ctx-size-draft": "leave it out: specgen sizes the draft's context itself",
     "-td --threads-draft -tbd --threads-batch-draft --spec-draft-threads "
     "--spec-draft-threads-batch -ctkd --cache-type-k-draft --spec-draft-type-k -ctvd "
     "--cache-type-v-draft --spec-draft-type-v": "-t, -tb, -ctk and -ctv are for the draft, too",
@@ -219,8 +226,10 @@ class _Translation:
     def _translate(self, word: str) -> None:
         """Translate a word. If it is an option, its value may be the next word, or follow a "="."""
         name, equals_sign, value = word.partition("=")
+        if name.startswith("--"):  # llama.cpp accepts --top_k, too
+            name = name.replace("_", "-")
         if name in self._own_options:
-            self.words.append(word)
+            self.words.append(f"{name}{equals_sign}{value}")
             if self._own_options[name].param_type_name == "option" and not equals_sign:
                 self._keep_value(name)
         elif _HUB_MODELS.get(name) in self._own_options or name in _HUB_DETAILS:

@@ -72,7 +72,7 @@ class Output:
         True,
         "--newline/--no-newline",
         "In a pipe or a file, end the answer with a line break.",
-        show_default="newline; in fim no-newline",
+        show_default="on; in fim off",
     )
     quiet: bool = _output(False, "--quiet -q", "Print only errors on standard error.")
     verbose: int = _output(

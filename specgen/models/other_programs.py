@@ -19,7 +19,7 @@ from typing import Any
 from specgen.models.files import SHARD
 from specgen.models.hub_names import PREFIX, SHA256, cached_models, models_among
 from specgen.models.own_folders import model_folders
-from specgen.system.files import path_of, read_object
+from specgen.system.files import files_below, path_of, read_object
 from specgen.system.folders import usable, user_folder
 
 #: The prefix of the models in the Hugging Face cache.
@@ -145,9 +145,8 @@ def _own_models() -> Iterator[StoredModel]:
 
 def _in_folder(prefix: str, folder: Path) -> Iterator[StoredModel]:
     """Yield the GGUF models in a folder and its subfolders, named after their files."""
-    names = [
-        path.relative_to(folder).as_posix() for path in _files(folder, "**/*.[gG][gG][uU][fF]")
-    ]
+    paths = sorted(path for path in files_below(folder) if path.suffix.lower() == ".gguf")
+    names = [path.relative_to(folder).as_posix() for path in paths]
     for files in models_among(names, with_drafts=True):
         path = folder / files[0]
         if prefix == "gpt4all" and path.name.startswith(_GPT4ALL_UNFINISHED):

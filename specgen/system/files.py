@@ -222,6 +222,31 @@ def existing_parent(path: Path) -> Path:
     return next(candidate for candidate in candidates if named_path(candidate) is not None)
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and in its subfolders, which may be links to folders elsewhere.
+
+    A link is not followed if that would visit a folder twice, or all that surrounds `folder`: users
+    keep links to `/`, too. What cannot be listed is left out.
+    """
+    visited = [Path(os.path.realpath(folder))]  # unlike `Path.resolve`, it never raises
+    for parent, folder_names, file_names in os.walk(folder, followlinks=True):
+        for name in file_names:
+            path = Path(parent, name)
+            if named_file(path) is not None:
+                yield path
+        followed = []
+        for name in folder_names:
+            path = Path(parent, name)
+            if path.is_symlink():
+                place = path.resolve()
+                is_visited = any(place.is_relative_to(each) for each in visited)
+                if is_visited or visited[0].is_relative_to(place):
+                    continue
+                visited.append(place)
+            followed.append(name)
+        folder_names[:] = followed  # in place: `os.walk` goes on with what is in this list
+
+
 def is_writable(folder: Path) -> bool:
     """Return whether files can be written below a folder, which need not exist yet."""
     existing = existing_parent(folder)

@@ -138,6 +138,9 @@ def test_options_for_defaults_are_ignored_with_one_note(cli: Cli, words: tuple[s
         (("--spec-draft-n-max=2",), ("--draft-max", "2")),
         (("-no-cnv",), ("--raw",)),
         (("--system-prompt", "Be brief."), ("--system", "Be brief.")),
+        (("--system_prompt", "Be brief."), ("--system", "Be brief.")),
+        (("--spec_draft_n_max=2",), ("--draft-max", "2")),
+        (("--draft_max", "2"), ("--draft-max", "2")),
     ],
 )
 def test_an_option_with_an_equal_is_replaced_by_it(
@@ -160,7 +163,10 @@ def test_an_option_with_an_equal_is_replaced_by_it(
         ("run", ("-e",), r"$'one\ntwo'"),
         ("run", ("--draft", "8"), "--draft-max 8"),
         ("run", ("-gan", "2"), "specgen run --help"),
-        ("run", ("--mlock",), "leave it out"),
+        ("run", ("--mlock",), "--weights-memory"),
+        ("run", ("-ins",), "specgen chat"),
+        ("run", ("-cd", "4096"), "leave it out"),
+        ("chat", ("-p", "Be brief."), "--system TEXT"),
         ("run", ("--lora", "x.gguf"), "merge the adapter"),
         ("run", ("-mmu", "https://example.org"), "text only"),
         ("run", ("--rope-scaling", "yarn"), "model file"),
@@ -288,6 +294,9 @@ def test_the_short_help_fits_a_screen_and_the_long_one_shows_full_names(
         (("run", "hi", "-hf"), "give USER/REPO"),
         (("run", "Tell", "a", "story"), "put a prompt of several words into quotes"),
         (("pull", "qwen2.5-coder-1.5b"), "it is `specgen models pull` here"),
+        (("-m", "model.gguf", "-p", "hi"), "specgen run -m model.gguf"),
+        (("run", "hi", "--mirror_stat", "2"), "No such option: --mirror_stat\n"),
+        (("help",), "it is `specgen --help` here"),
         (("srve",), "No such command 'srve' (did you mean serve?)\n"),
         (("models", "lst"), "No such command 'lst' (did you mean list?)\n"),
         (("run", "hi", "--temperatur", "1"), "--temperatur (did you mean --temperature?)\n"),
@@ -388,6 +397,22 @@ def test_each_value_is_shown_with_its_source(
     assert found["ngrams"] == "true  # flag"
     assert found["policy"] == '"fixed"  # environment SPECGEN_POLICY'
     assert "# top-p = 0.95  # default" in specgen("config").out
+
+
+def test_numbers_are_shown_without_quotes(
+    specgen: Specgen, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPECGEN_POLICY")
+    assert "# gpu-layers = -1  # default" in specgen("config").out
+    file.write_text('gpu-layers = 20\ngpu-layers-draft = "all"\nsystem = "7"\n')
+    shown = specgen("config")
+    assert in_force(shown) == {
+        "gpu-layers": "20  # file",
+        "gpu-layers-draft": '"all"  # file',
+        "system": '"7"  # file',
+    }
+    file.write_text(shown.out)
+    assert in_force(specgen("config")) == in_force(shown)
 
 
 def test_a_wrong_value_in_the_environment_is_found_there(

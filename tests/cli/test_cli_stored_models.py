@@ -156,6 +156,15 @@ def test_folders_of_the_configuration_are_searched(
     shown = specgen("config").out
     write(file, shown.encode())
     assert specgen("config").out == shown
+    # Links to folders are followed, except those that lead in circles or to everything.
+    linked = write(tmp_path / "elsewhere" / "linked.gguf", content)
+    (tmp_path / "own" / "link").symlink_to(linked.parent)
+    (linked.parent / "back").symlink_to(tmp_path / "own")
+    (linked.parent / "self").symlink_to(linked.parent)
+    (linked.parent / "loop").symlink_to("loop")
+    (tmp_path / "own" / "all").symlink_to(tmp_path)
+    names = [model.own_name for model in stored_models("folder")]
+    assert names == ["deep/mine", "link/linked"]
     write(file, b"model-folders = 3\n")
     for command in (("models", "list"), ("run", "the cat")):
         refused = specgen(*command)

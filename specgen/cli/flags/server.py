@@ -114,7 +114,12 @@ class ModelSetup:
 
 #: The options of each model. The command line sets them for all models; a model's table in the
 #: file of --models takes precedence.
-model_setup = group(ModelSetup, setup=setup.without("--logprobs", "--prompt-cache"))
+model_setup = group(
+    ModelSetup,
+    setup=setup.without("--logprobs", "--prompt-cache").with_default_in_words(
+        "--target", "the models on this disk, each by its name"
+    ),
+)
 
 
 class LaterGroup(Group):

@@ -78,6 +78,8 @@ class DeclaredOption:
     settings: Mapping[str, Any]
     #: Whether the command has it. Otherwise the value is always the default.
     is_offered: bool = True
+    #: The default in words in this command; None: as the settings say.
+    default_in_words: str | None = None
 
     @property
     def spelling(self) -> str:
@@ -100,6 +102,8 @@ class DeclaredOption:
         settings.pop("check", None)
         settings.pop("aliases", None)
         settings.setdefault("metavar", _metavar(self.kind))
+        if self.default_in_words is not None:
+            settings["show_default"] = self.default_in_words
         # `value` parses texts. It also makes paths of texts, since Typer would take an empty one
         # for the working directory.
         is_text = parse is not None or self._has_paths
@@ -224,6 +228,10 @@ class Group:
     def with_default(self, spelling: str, default: Any) -> Group:
         """Return the group for a command in which an option has another default."""
         return self.changed(spelling, default=default)
+
+    def with_default_in_words(self, spelling: str, words: str) -> Group:
+        """Return the group for a command that describes an option's default differently."""
+        return self.changed(spelling, default_in_words=words)
 
     def changed(self, spelling: str, **changes: Any) -> Group:
         """Return the group with changes to the fields of the option with this name."""

@@ -47,7 +47,7 @@ from specgen.session.weights_memory import (
     trained_context,
     weights_bytes,
 )
-from specgen.system.files import correction_hint, named_file, read_toml
+from specgen.system.files import correction_hint, files_below, named_file, read_toml
 from specgen.system.folders import cache_folder
 from specgen.system.quantities import counted, human_bytes
 from specgen.train.online_learning import Learner
@@ -409,7 +409,8 @@ def _entries_in_folder(
     entries: dict[str, ModelEntry] = {}
     common = options_of({})
     # If files have the same name, the one in the upper folder gets the short name.
-    for path in sorted(folder.rglob("*.gguf"), key=lambda file: (len(file.parts), file)):
+    paths = [path for path in files_below(folder) if path.suffix == ".gguf"]
+    for path in sorted(paths, key=lambda file: (len(file.parts), file)):
         shard = SHARD.fullmatch(path.name)
         name = path.name.removesuffix(".gguf")
         if shard is not None:
