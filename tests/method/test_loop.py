@@ -33,7 +33,13 @@ from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, Ver
 from specgen.system.arrays import Logits
 from specgen.text.sampling.distribution import Distribution
 from tests.helpers.common import UNFILTERED
-from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
+from tests.helpers.fake_backend import (
+    FakeBackend,
+    FakeVocabulary,
+    Language,
+    noisy,
+    random_language,
+)
 from tests.helpers.fake_generations import (
     GREEDY,
     N_VOCAB,
@@ -45,6 +51,7 @@ from tests.helpers.fake_generations import (
     model_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.registry import DRAFTERS as DRAFTER_CASES
 from tests.registry import ON_FAKES, VERIFIERS, Text
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
@@ -173,6 +180,22 @@ def test_long_prompts_are_decoded_in_batches(n_batch: int) -> None:
     fast, _ = Setup(prompt=prompt, n_batch=n_batch, drafter=slow).run()
     assert fast.tokens == plain.tokens
     assert backend.n_decodes >= -(-len(prompt) // n_batch)
+
+
+@pytest.mark.parametrize("n_batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", [name for name, case in DRAFTER_CASES.items() if case.watched])
+def test_draft_models_may_decode_small_batches(kind: str, n_batch: int) -> None:
+    def open_backend(vocabulary: FakeVocabulary, language: Language) -> FakeBackend:
+        return FakeBackend(vocabulary, language, n_ctx=256, n_batch=n_batch, n_sequences=1)
+
+    def make(state: TextState) -> Drafter | Cascade:
+        return ON_FAKES[kind](Text(state, QUALITIES["good"], LETTERS, open_backend=open_backend))
+
+    plain, _ = Setup().run()
+    fast, events = Setup(drafter=make).run()
+    assert fast.tokens == plain.tokens
+    assert finished(events).n_drafted > 0
+    assert not any(isinstance(event, NoticeEvent) for event in events)
 
 
 @pytest.mark.parametrize("n_batch", [1, 7, 40, 41, 64])
