@@ -4,10 +4,11 @@ log-probabilities.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +26,15 @@ from specgen.events import (
     PrefillEvent,
     VerifiedEvent,
 )
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.backend import Batch
 from specgen.method.cascade import Cascade
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
 from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.system.arrays import Logits
+from specgen.system.arrays import Hidden, Logits
+from specgen.system.files import as_json
 from specgen.text.sampling.distribution import Distribution
 from tests.helpers.common import UNFILTERED
 from tests.helpers.fake_backend import (
@@ -44,6 +48,7 @@ from tests.helpers.fake_generations import (
     GREEDY,
     N_VOCAB,
     PROMPT,
+    Clock,
     DeafDrafter,
     FailingDrafter,
     NonsenseDrafter,
@@ -259,6 +264,66 @@ def test_a_drafter_with_a_bug_ends_drafting_and_not_the_answer(said: str) -> Non
     assert len(notices) == 1
     assert said in notices[0].message
     assert sum(isinstance(event, DraftedEvent) for event in events) == (1 if wrong is None else 2)
+
+
+class HiddenBackend(FakeBackend):
+    """A backend whose hidden states are all the same."""
+
+    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
+        n_rows = len(batch) if all_rows else sum(batch.wants_logits)
+        return self.decode(batch), np.zeros((n_rows, 1), np.float32)
+
+
+class FailingSink:
+    """Takes hidden states `n_good` times, and then raises an error."""
+
+    reads_all_rows: ClassVar[bool] = True
+
+    def __init__(self, n_good: int) -> None:
+        self._n_good = n_good
+
+    def keep_states(self, rows: Hidden, text: Sequence[int], n_decoded: int) -> None:
+        if self._n_good == 0:
+            raise ZeroDivisionError("no states, please")
+        self._n_good -= 1
+
+
+class FailingLastSink(FailingSink):
+    reads_all_rows: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("sink", [FailingSink, FailingLastSink])
+@pytest.mark.parametrize("n_good", range(4))
+def test_a_failure_to_take_hidden_states_ends_drafting_and_not_the_answer(
+    n_good: int, sink: type[FailingSink]
+) -> None:
+    plain, _ = Setup().run()
+    answer = Setup(drafter=good()).generation()
+    answer.hidden_states = sink(n_good)
+    events = list(AnswerLoop(HiddenBackend(LETTERS, LANGUAGE), Clock()).run(answer))
+    assert answer.tokens == plain.tokens
+    (notice,) = [event for event in events if isinstance(event, NoticeEvent)]
+    assert "no states, please" in notice.message
+    n_drafts = sum(isinstance(event, DraftedEvent) for event in events)
+    # Only a drafter that reads all rows gets some in the prefill.
+    assert n_drafts == (n_good if sink.reads_all_rows else n_good + 1)
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    """Events are written as JSON, which has no others."""
+
+    def numpy_draft(draft: Draft, _n_max: int) -> Draft:
+        return replace(
+            draft,
+            tokens=tuple(np.array(draft.tokens)),
+            parents=tuple(np.array(draft.parents)),
+            probabilities=(np.float32(0.5),) * len(draft),
+        )
+
+    _, events = Setup(drafter=NonsenseDrafter(good(), 0, numpy_draft)).run()
+    assert finished(events).n_accepted > 0
+    for event in events:
+        json.dumps(as_json(event))
 
 
 @pytest.mark.parametrize("after", range(8))
