@@ -314,11 +314,11 @@ class ModelDrafter(Drafter):
 
         Args:
             tokens: The tokens, at least one.
-            n_wanted: The number of last tokens after which logits are wanted.
+            n_wanted: The number of last tokens after which logits are wanted. It may be above 1
+                only if all tokens fit into one batch.
 
         Returns:
-            The logits after the last `n_wanted` tokens, or after those of them that were in the
-            last batch: float32[n, n_vocab].
+            The logits after the last `n_wanted` tokens, float32[n_wanted, n_vocab].
         """
         backend = self._backend
         n_cells = backend.length(self._sequence)

@@ -308,7 +308,8 @@ class StagedDrafter(ModelDrafter):
         if self._ahead:  # the remaining guesses were wrong
             backend.remove(self._sequence, backend.length(self._sequence) - len(self._ahead))
         self._guesser.settle(drafted)
-        n_room = min(chain.n_max - len(drafted) - 1, backend.n_outputs - 1)
+        # All rows are decoded in one batch, the first of them for the chain's last token.
+        n_room = min(chain.n_max - len(drafted), backend.n_outputs, backend.n_batch) - 1
         self._ahead = yield from self._guesser.guess(context, drafted, n_room, n_drafted)
         before_s = backend.decode_s
         tokens = [drafted[-1], *self._ahead]

@@ -33,7 +33,7 @@ from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.method.verifiers import Verdict, Verifier
 from specgen.options import GenerationOptions
-from specgen.system.arrays import Logits
+from specgen.system.arrays import Hidden, Logits
 from specgen.text.sampling.raw_probabilities import likely_tokens, token_logprob
 from specgen.text.text_stream import TextStream
 from specgen.text.vocabulary import Vocabulary
@@ -122,6 +122,8 @@ class AnswerState:
     hidden_states: HiddenStateSink | None = None
     #: Why there is no cascade.
     why_undrafted: Literal["off", "failed"] = "off"
+    #: The exception that `hidden_states` raised; the next round ends drafting.
+    drafting_error: Exception | None = None
 
     # What was generated so far.
 
@@ -209,6 +211,15 @@ class AnswerState:
             price=price,
             n_nodes_max=n_nodes_max,
         )
+
+    def keep_states(self, rows: Hidden, n_decoded: int) -> None:
+        """Give `hidden_states` the target's states of the last rows; see `HiddenStateSink`."""
+        assert self.hidden_states is not None, "no drafter reads hidden states"
+        try:
+            self.hidden_states.keep_states(rows, self.tokens, n_decoded)
+        except Exception as error:  # noqa: BLE001 - a bug in a drafter costs no answer
+            self.hidden_states = None
+            self.drafting_error = error
 
     # --- commit ---------------------------------------------------------------------------------
 

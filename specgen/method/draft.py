@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from specgen.method.backend import Backend, Batch
 from specgen.text.sampling.distribution import Distribution
@@ -130,6 +133,18 @@ class Draft:
         leaves = [node for node in range(len(self.tokens)) if not self.children[node]]
         return [self.path(leaf) for leaf in leaves] or [[]]
 
+    def without_numpy_numbers(self) -> Draft:
+        """Return the draft with Python's numbers in place of NumPy's, which JSON does not have."""
+        columns = (self.tokens, self.parents, self.probabilities)
+        if not any(isinstance(number, np.generic) for column in columns for number in column):
+            return self
+        return replace(
+            self,
+            tokens=tuple(map(_python_number, self.tokens)),
+            parents=tuple(map(_python_number, self.parents)),
+            probabilities=tuple(map(_python_number, self.probabilities)),
+        )
+
     def first(self, n: int) -> Draft:
         """Return a draft of the first `n` nodes."""
         return self.only(range(min(n, len(self.tokens))))
@@ -160,6 +175,11 @@ class Draft:
             self.is_calibrated,
             self.guesses,
         )
+
+
+def _python_number(number: Any) -> Any:
+    """Return a number of NumPy as one of Python, and any other value unchanged."""
+    return number.item() if isinstance(number, np.generic) else number
 
 
 #: No draft: the target decodes one token.

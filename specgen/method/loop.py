@@ -147,6 +147,8 @@ class Loop:
         """
         if answer.cascade is None:
             return RoundResult(RoundPlan(answer.why_undrafted))
+        if answer.drafting_error is not None:
+            return RoundResult(RoundPlan("failed"), error=answer.drafting_error)
         started_s = self.clock()
         try:
             # An equal share of the rows with logits, without the row of the root.
@@ -205,6 +207,7 @@ class Loop:
         )
         if error is not None:
             raise error
+        proposed = proposed.without_numpy_numbers()
         allowed = proposed
         # A sampled draft was sampled within the grammar, and must not be cut.
         if answer.text_state.has_grammar and not proposed.is_sampled:
@@ -320,11 +323,11 @@ class Loop:
         Returns:
             The logits of the rows that want them, float32[n_wanted, n_vocab].
         """
-        hidden_states = answer.hidden_states
-        if hidden_states is None or not hidden_states.reads_all_rows:
+        sink = answer.hidden_states
+        if sink is None or not sink.reads_all_rows:
             return self.target.decode(batch)
         logits, hidden = self.target.decode_hidden(batch, all_rows=True)
-        hidden_states.keep_states(hidden, answer.tokens, batch.positions[-1] + 1)
+        answer.keep_states(hidden, batch.positions[-1] + 1)
         return logits
 
     # --- verify, commit, learn ------------------------------------------------------------------
@@ -363,8 +366,7 @@ class Loop:
         keep_path(self.target, answer.branches, draft, kept_path)
         if hidden is not None and answer.hidden_states is not None:
             kept_states = hidden[_rows_of_text(result, kept_path)]
-            n_decoded = n_before + len(kept_path)
-            answer.hidden_states.keep_states(kept_states, answer.tokens, n_decoded)
+            answer.keep_states(kept_states, n_before + len(kept_path))
 
         answer.stats.add_round(result)
         events += self._learn(answer, result)

@@ -311,7 +311,8 @@ def _accept_block(
         else:
             excess = after.excess(sampled_from(draft, block[i]), ratio)  # s(i)
             # If it is 0 and the ratio is 1 (0 / 0), the next prefix is certain to be accepted.
-            acceptance = excess / (excess + 1.0 - ratio) if excess > 0.0 else 0.0
+            # (The parentheses matter: 1e-17 + 1.0 - 1.0 would be 0.)
+            acceptance = excess / (excess + (1.0 - ratio)) if excess > 0.0 else 0.0
         if rng.random() < acceptance:
             n_accepted = i
             accepted_ratio = ratio

@@ -4,10 +4,11 @@ log-probabilities.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,19 +26,29 @@ from specgen.events import (
     PrefillEvent,
     VerifiedEvent,
 )
+from specgen.method.answer_loop import AnswerLoop
+from specgen.method.backend import Batch
 from specgen.method.cascade import Cascade
 from specgen.method.draft import Draft
 from specgen.method.drafter import Drafter
 from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
-from specgen.system.arrays import Logits
+from specgen.system.arrays import Hidden, Logits
+from specgen.system.files import as_json
 from specgen.text.sampling.distribution import Distribution
 from tests.helpers.common import UNFILTERED
-from tests.helpers.fake_backend import FakeVocabulary, noisy, random_language
+from tests.helpers.fake_backend import (
+    FakeBackend,
+    FakeVocabulary,
+    Language,
+    noisy,
+    random_language,
+)
 from tests.helpers.fake_generations import (
     GREEDY,
     N_VOCAB,
     PROMPT,
+    Clock,
     DeafDrafter,
     FailingDrafter,
     NonsenseDrafter,
@@ -45,6 +56,7 @@ from tests.helpers.fake_generations import (
     model_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.registry import DRAFTERS as DRAFTER_CASES
 from tests.registry import ON_FAKES, VERIFIERS, Text
 
 LANGUAGE = random_language(N_VOCAB, seed=7)
@@ -175,6 +187,22 @@ def test_long_prompts_are_decoded_in_batches(n_batch: int) -> None:
     assert backend.n_decodes >= -(-len(prompt) // n_batch)
 
 
+@pytest.mark.parametrize("n_batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", [name for name, case in DRAFTER_CASES.items() if case.watched])
+def test_draft_models_may_decode_small_batches(kind: str, n_batch: int) -> None:
+    def open_backend(vocabulary: FakeVocabulary, language: Language) -> FakeBackend:
+        return FakeBackend(vocabulary, language, n_ctx=256, n_batch=n_batch, n_sequences=1)
+
+    def make(state: TextState) -> Drafter | Cascade:
+        return ON_FAKES[kind](Text(state, QUALITIES["good"], LETTERS, open_backend=open_backend))
+
+    plain, _ = Setup().run()
+    fast, events = Setup(drafter=make).run()
+    assert fast.tokens == plain.tokens
+    assert finished(events).n_drafted > 0
+    assert not any(isinstance(event, NoticeEvent) for event in events)
+
+
 @pytest.mark.parametrize("n_batch", [1, 7, 40, 41, 64])
 def test_a_prefill_in_parts_reports_its_progress(n_batch: int) -> None:
     prompt = [i * i % N_VOCAB for i in range(41)]
@@ -236,6 +264,66 @@ def test_a_drafter_with_a_bug_ends_drafting_and_not_the_answer(said: str) -> Non
     assert len(notices) == 1
     assert said in notices[0].message
     assert sum(isinstance(event, DraftedEvent) for event in events) == (1 if wrong is None else 2)
+
+
+class HiddenBackend(FakeBackend):
+    """A backend whose hidden states are all the same."""
+
+    def decode_hidden(self, batch: Batch, *, all_rows: bool = False) -> tuple[Logits, Hidden]:
+        n_rows = len(batch) if all_rows else sum(batch.wants_logits)
+        return self.decode(batch), np.zeros((n_rows, 1), np.float32)
+
+
+class FailingSink:
+    """Takes hidden states `n_good` times, and then raises an error."""
+
+    reads_all_rows: ClassVar[bool] = True
+
+    def __init__(self, n_good: int) -> None:
+        self._n_good = n_good
+
+    def keep_states(self, rows: Hidden, text: Sequence[int], n_decoded: int) -> None:
+        if self._n_good == 0:
+            raise ZeroDivisionError("no states, please")
+        self._n_good -= 1
+
+
+class FailingLastSink(FailingSink):
+    reads_all_rows: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("sink", [FailingSink, FailingLastSink])
+@pytest.mark.parametrize("n_good", range(4))
+def test_a_failure_to_take_hidden_states_ends_drafting_and_not_the_answer(
+    n_good: int, sink: type[FailingSink]
+) -> None:
+    plain, _ = Setup().run()
+    answer = Setup(drafter=good()).generation()
+    answer.hidden_states = sink(n_good)
+    events = list(AnswerLoop(HiddenBackend(LETTERS, LANGUAGE), Clock()).run(answer))
+    assert answer.tokens == plain.tokens
+    (notice,) = [event for event in events if isinstance(event, NoticeEvent)]
+    assert "no states, please" in notice.message
+    n_drafts = sum(isinstance(event, DraftedEvent) for event in events)
+    # Only a drafter that reads all rows gets some in the prefill.
+    assert n_drafts == (n_good if sink.reads_all_rows else n_good + 1)
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    """Events are written as JSON, which has no others."""
+
+    def numpy_draft(draft: Draft, _n_max: int) -> Draft:
+        return replace(
+            draft,
+            tokens=tuple(np.array(draft.tokens)),
+            parents=tuple(np.array(draft.parents)),
+            probabilities=(np.float32(0.5),) * len(draft),
+        )
+
+    _, events = Setup(drafter=NonsenseDrafter(good(), 0, numpy_draft)).run()
+    assert finished(events).n_accepted > 0
+    for event in events:
+        json.dumps(as_json(event))
 
 
 @pytest.mark.parametrize("after", range(8))

@@ -301,6 +301,16 @@ def test_a_single_sampled_token_is_accepted_as_often_as_possible(
     assert accepted == pytest.approx(sum(shared))
 
 
+@pytest.mark.parametrize("verifier", [BlockVerifier(), ResidualVerifier(), SpecTrVerifier()])
+def test_probabilities_that_are_lost_in_rounding_do_no_harm(verifier: Verifier) -> None:
+    """At a low temperature, the second-best token may have a probability of 1e-20."""
+    target = Distribution(np.array([0, 1]), np.array([1.0, 1e-20]))
+    source = Distribution(np.array([0, 1]), np.array([1.0, 1e-25]))
+    draft = Draft.chain([0, 0, 0], "model", distributions=[source] * 3)
+    verdict = verifier.verify(draft, lambda _node: target, np.random.default_rng(0))
+    assert (verdict.path, verdict.next_token) == ((0, 1, 2), 0)
+
+
 def test_all_kinds_of_shapes_are_among_them() -> None:
     shapes: Counter[tuple[int, ...]] = Counter()
     for seed in range(12):
