@@ -11,9 +11,9 @@ import numpy as np
 
 from specgen.errors import BackendError, ModelFileError, PromptError, PromptLengthError
 from specgen.llama.file_check import check_weights
-from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.library import forget_log, last_error, llama_cpp
 from specgen.llama.model import LlamaModel, pooling_in
+from specgen.llama.model_description import describe_model
 from specgen.llama.native_context import ContextSize, open_context
 from specgen.options import ContextOptions
 from specgen.system.arrays import Hidden
@@ -192,7 +192,7 @@ def pooling_of(file: Path) -> int | None:
     Returns:
         None if it is not an embedding model, or the file cannot be read.
     """
-    with contextlib.suppress(BackendError), GgufMetadata(file) as metadata:
-        architecture = metadata.text("general.architecture")
-        return pooling_in(architecture, metadata.number(f"{architecture}.pooling_type"))
+    with contextlib.suppress(BackendError, OSError):
+        model = describe_model(file)
+        return pooling_in(model.architecture, model.number("pooling_type"))
     return None  # opening the file will report what is wrong

@@ -42,8 +42,20 @@ _VALUE_READERS: dict[int | None, str] = {
     11: "gguf_get_val_i64",
     12: "gguf_get_val_f64",
 }
-#: The embeddings of positions, in architectures that learn them, such as GPT-2.
-_POSITIONS = "position_embd.weight"
+#: The C types of the numbers in arrays, by the number of their type in gguf.h.
+NUMBER_TYPES: dict[int, Any] = {
+    0: ctypes.c_uint8,
+    1: ctypes.c_int8,
+    2: ctypes.c_uint16,
+    3: ctypes.c_int16,
+    4: ctypes.c_uint32,
+    5: ctypes.c_int32,
+    6: ctypes.c_float,
+    7: ctypes.c_bool,
+    10: ctypes.c_uint64,
+    11: ctypes.c_int64,
+    12: ctypes.c_double,
+}
 #: `architecture_of` searches this many bytes at the beginning of a file.
 _N_SEARCHED_BYTES = 4096
 
@@ -111,17 +123,15 @@ class GgufMetadata:
             return None
         return int(self.get("gguf_get_arr_n", key))
 
-    def array(
-        self,
-        key: str,
-        of: type[ctypes.c_bool | ctypes.c_int32],
-    ) -> list[int]:
-        """Return an array of values of a type; empty if the file does not have it."""
+    def numbers(self, key: str) -> list[Any]:
+        """Return an array of numbers or booleans; empty if the file does not have it."""
         n = self.length(key)
         if not n:
             return []
-        data = self.get("gguf_get_arr_data", key)
-        return list((of * n).from_address(data)) if data else []
+        number_type = NUMBER_TYPES.get(self.get("gguf_get_arr_type", key))
+        if number_type is None:
+            return []
+        return list((number_type * n).from_address(self.get("gguf_get_arr_data", key)))
 
     def text(self, key: str) -> str:
         """Return a text; empty if the file does not have it."""
@@ -130,11 +140,18 @@ class GgufMetadata:
         value: bytes = self.get("gguf_get_val_str", key) or b""
         return value.decode("utf-8", "replace")
 
+    def names(self) -> list[str]:
+        """Return the keys of all values."""
+        keys = [
+            native.gguf_get_key(self.handle, index)
+            for index in range(native.gguf_get_n_kv(self.handle))
+        ]
+        return [key.decode("utf-8", "replace") for key in keys]
+
     def single_values(self) -> dict[str, Any]:
         """Return all values but lists, by key: texts, booleans, and numbers that are finite."""
         values: dict[str, Any] = {}
-        for index in range(native.gguf_get_n_kv(self.handle)):
-            key = native.gguf_get_key(self.handle, index).decode("utf-8", "replace")
+        for key in self.names():
             value_type = self.get("gguf_get_kv_type", key)
             if value_type == _STRING:
                 values[key] = self.text(key)
@@ -196,18 +213,6 @@ def opened_parts(file: Path) -> Iterator[tuple[GgufMetadata, list[GgufTensor]]]:
     with ExitStack() as resources:
         parts = [resources.enter_context(GgufMetadata(part)) for part in parts_of(file)]
         yield parts[0], [tensor for part in parts for tensor in part.tensors()]
-
-
-def has_learned_positions(file: Path) -> bool:
-    """Return whether a model has an embedding for each position of its training context.
-
-    Then it cannot compute later positions: llama.cpp ends the process.
-
-    Raises:
-        BackendError: If it is not a GGUF file.
-    """
-    with opened_parts(file) as (_, tensors):
-        return any(tensor.name == _POSITIONS for tensor in tensors)
 
 
 def architecture_of(path: Path) -> str:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama.file_check import check_file, check_weights
-from specgen.llama.gguf_file import GgufMetadata, has_learned_positions, opened_parts
 from specgen.llama.kernels.attached import LLAMA_CPP, WORKERS, attached
 from specgen.llama.library import has_gpu, llama_cpp, native
+from specgen.llama.model_description import describe_model
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
@@ -259,9 +259,9 @@ class LlamaModel:
         """Why the model is not batch-invariant with any kernels, with the operator; else empty."""
         if self.architecture in _ROW_EXCEPTIONS:
             return _ROW_EXCEPTIONS[self.architecture]
-        with opened_parts(self.file) as (_, tensors):
-            # The embeddings do not count: their rows are copied, and not multiplied.
-            types = {tensor.type for tensor in tensors if "token_embd" not in tensor.name}
+        tensors = describe_model(self.file).tensors
+        # The embeddings do not count: their rows are copied, and not multiplied.
+        types = {tensor.type for name, tensor in tensors.items() if "token_embd" not in name}
         tiled = [native.ggml_type_name(number).decode() for number in types & _TILED_TYPES]
         if not tiled:
             return ""
@@ -320,7 +320,7 @@ class LlamaModel:
 
     @cached_property
     def _has_learned_positions(self) -> bool:
-        return has_learned_positions(self.file)
+        return describe_model(self.file).has_learned_positions
 
     # --- memory
 
@@ -359,7 +359,8 @@ class LlamaModel:
     def _n_heads(self) -> int:
         """The number of heads of queries in a layer with attention; 1 if no layer has any."""
         n_in_first_layer = int(llama_cpp.llama_model_n_head(self.handle))
-        return n_in_first_layer or max([1, *self._in_each_layer("attention.head_count")])
+        in_each_layer = describe_model(self.file).numbers
+        return n_in_first_layer or max([1, *in_each_layer("attention.head_count")])
 
     @cached_property
     def _n_kv_heads(self) -> int:
@@ -367,15 +368,8 @@ class LlamaModel:
         n_in_first_layer = int(llama_cpp.llama_model_n_head_kv(self.handle))
         if n_in_first_layer > 0:
             return self.n_layer * n_in_first_layer
-        return sum(self._in_each_layer("attention.head_count_kv"))
-
-    def _in_each_layer(self, key: str) -> list[int]:
-        """Return a number of each layer, which llama.cpp has for the first layer only.
-
-        It is empty if the file has the same number for all layers.
-        """
-        with GgufMetadata(self.file) as metadata:
-            return metadata.array(f"{self.architecture}.{key}", ctypes.c_int32)
+        # llama.cpp has the number of the first layer only.
+        return sum(describe_model(self.file).numbers("attention.head_count_kv"))
 
     def state_bytes(self) -> int:
         """Estimate the size of the recurrent state of a sequence; 0 if the model has none."""

@@ -6,18 +6,31 @@ import collections
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from specgen.llama.gguf_file import GgufMetadata, GgufTensor, opened_parts
+from specgen.llama.gguf_file import opened_parts
 from specgen.llama.library import llama_cpp, native
 from specgen.models.files import parts_of
 from specgen.models.hub_names import SHA256
 from specgen.system.files import version_of
 
 _FILE_TYPE_PREFIX = "LLAMA_FTYPE_"
+#: The embeddings of positions, in architectures that learn them, such as GPT-2.
+_POSITIONS = "position_embd.weight"
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a model's files."""
+
+    #: GGML's number for its type.
+    type: int
+    #: The number of its weights.
+    n_weights: int
+    #: The size of its data.
+    n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +57,40 @@ class ModelDescription:
     n_ctx_train: int = 0
     #: The length of its hidden states.
     n_embd: int = 0
+    #: The number of its tokens.
+    n_vocab: int = 0
     #: All metadata but lists, by key.
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    #: The lists of numbers or booleans in the metadata of its architecture, by key.
+    lists: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    #: The tensors of all its files, by name.
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    def number(self, key: str) -> int:
+        """Return a whole number of the architecture's metadata; 0 if the file does not have it."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        return int(value) if isinstance(value, (int, float)) else 0
+
+    def numbers(self, key: str) -> Sequence[int]:
+        """Return a list of the architecture's metadata, such as a number for each layer.
+
+        It is empty if the file does not have it, or has the same number for all layers.
+        """
+        return self.lists.get(f"{self.architecture}.{key}", ())
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """Whether it has an embedding for each position of its training context.
+
+        Then it cannot compute later positions: llama.cpp ends the process.
+        """
+        return _POSITIONS in self.tensors
 
 
 def describe_model(file: Path) -> ModelDescription:
-    """Return the description of a model. It is cached until the file changes.
+    """Return the description of a model.
+
+    Reading a file takes about 40 ms, so the description is cached until the file changes.
 
     Raises:
         BackendError: If one of its files is not a GGUF file.
@@ -58,29 +99,42 @@ def describe_model(file: Path) -> ModelDescription:
     return _describe(file, version_of(file))
 
 
-@functools.lru_cache(maxsize=1000)
+@functools.lru_cache(maxsize=256)
 def _describe(file: Path, version: tuple[int, int, int]) -> ModelDescription:
-    files = parts_of(file)
-    with opened_parts(file) as (metadata, tensors):
-        architecture = metadata.text("general.architecture")
+    with opened_parts(file) as (about, parts_tensors):
+        architecture = about.text("general.architecture")
+        metadata = about.single_values()
+        keys = [key for key in about.names() if key.startswith(f"{architecture}.")]
+        tensors = {
+            tensor.name: StoredTensor(tensor.type, math.prod(tensor.shape), tensor.n_bytes)
+            for tensor in parts_tensors
+        }
         return ModelDescription(
             architecture,
-            n_parameters=sum(math.prod(tensor.shape) for tensor in tensors),
-            weight_type=_weight_type(metadata, tensors),
-            n_bytes=sum(part.stat().st_size for part in files),
+            n_parameters=sum(tensor.n_weights for tensor in tensors.values()),
+            weight_type=_weight_type(metadata.get("general.file_type"), tensors.values()),
+            n_bytes=sum(part.stat().st_size for part in parts_of(file)),
             modified_s=file.stat().st_mtime,
             digest=_digest(file, version),
-            license=metadata.text("general.license"),
-            chat_template=metadata.text("tokenizer.chat_template"),
-            n_ctx_train=metadata.number(f"{architecture}.context_length"),
-            n_embd=metadata.number(f"{architecture}.embedding_length"),
-            metadata=metadata.single_values(),
+            license=about.text("general.license"),
+            chat_template=about.text("tokenizer.chat_template"),
+            n_ctx_train=about.number(f"{architecture}.context_length"),
+            n_embd=about.number(f"{architecture}.embedding_length"),
+            n_vocab=about.length("tokenizer.ggml.tokens") or 0,
+            metadata=metadata,
+            lists={key: numbers for key in keys if (numbers := about.numbers(key))},
+            tensors=tensors,
         )
 
 
-def _weight_type(metadata: GgufMetadata, tensors: Sequence[GgufTensor]) -> str:
-    """Return the type of the weights that the file names, or else the one with most bytes."""
-    name = _file_type_names().get(metadata.value("general.file_type"))
+def _weight_type(file_type: object, tensors: Iterable[StoredTensor]) -> str:
+    """Return the type of the weights that the file names, or else the one with most bytes.
+
+    Args:
+        file_type: llama.cpp's number for the type that the file names, if it names one.
+        tensors: The tensors.
+    """
+    name = _file_type_names().get(file_type)
     if name is not None:
         return name
     n_bytes_by_type: collections.Counter[int] = collections.Counter()
@@ -94,14 +148,14 @@ def _weight_type(metadata: GgufMetadata, tensors: Sequence[GgufTensor]) -> str:
 
 
 @functools.cache
-def _file_type_names() -> dict[float | None, str]:
+def _file_type_names() -> dict[object, str]:
     """Return the names of llama.cpp's types of files, such as ``Q4_K_M``, by their numbers."""
-    names: dict[float | None, str] = {}
+    names: dict[object, str] = {}
     for constant in dir(llama_cpp):
         if constant.startswith(_FILE_TYPE_PREFIX):
             name = constant.removeprefix(_FILE_TYPE_PREFIX)
             name = name.removeprefix("MOSTLY_").removeprefix("ALL_")
-            names[float(getattr(llama_cpp, constant))] = name
+            names[getattr(llama_cpp, constant)] = name
     return names
 
 

@@ -9,13 +9,11 @@ the embeddings and the output matrix.
 from __future__ import annotations
 
 import contextlib
-from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from specgen.errors import BackendError
-from specgen.llama.gguf_file import opened_parts
-from specgen.system.files import version_of
+from specgen.llama.model_description import ModelDescription, describe_model
 from specgen.text.overlap import common_prefix_length
 
 #: The architectures for which llama.cpp can compute MTP layers.
@@ -37,52 +35,14 @@ _N_LAYERS_KEY = b".nextn_predict_layers"
 _FIRST_OF_MODEL = "blk.0.attn_norm.weight"
 
 
-class _LayerInfo(NamedTuple):
-    """A file's metadata about layers."""
-
-    #: The architecture of the model.
-    architecture: str
-    #: The number of layers, including MTP layers.
-    n_layers: int
-    #: The number of MTP layers.
-    n_mtp: int
-    #: The size of a hidden state.
-    n_embd: int
-    #: The names of all tensors.
-    tensors: frozenset[str]
-
-    @property
-    def has_mtp_tensors(self) -> bool:
-        return any(".nextn." in name for name in self.tensors)
-
-    @property
-    def shape(self) -> tuple[str, int, int]:
-        """Properties that a model and MTP layers for it share."""
-        return self.architecture, self.n_embd, self.n_layers - self.n_mtp
+def _has_mtp_tensors(model: ModelDescription) -> bool:
+    return any(".nextn." in name for name in model.tensors)
 
 
-def _layers_of(path: Path) -> _LayerInfo:
-    """Return a file's metadata. Reading takes about 40 ms, so they are cached until it changes.
-
-    Raises:
-        OSError: If the file cannot be read.
-        BackendError: If it is not a GGUF file.
-    """
-    return _read_layers(path, version_of(path))
-
-
-@lru_cache(maxsize=8)
-def _read_layers(path: Path, _version: tuple[int, int, int]) -> _LayerInfo:
-    """Read a file's metadata; the version makes `lru_cache` forget those of a changed file."""
-    with opened_parts(path) as (metadata, tensors):
-        architecture = metadata.text("general.architecture")
-        return _LayerInfo(
-            architecture,
-            n_layers=metadata.number(f"{architecture}.block_count"),
-            n_mtp=metadata.number(f"{architecture}.nextn_predict_layers"),
-            n_embd=metadata.number(f"{architecture}.embedding_length"),
-            tensors=frozenset(tensor.name for tensor in tensors),
-        )
+def _shape(model: ModelDescription) -> tuple[str, int, int]:
+    """Return properties that a model and MTP layers for it share."""
+    n_own_layers = model.number("block_count") - model.number("nextn_predict_layers")
+    return model.architecture, model.n_embd, n_own_layers
 
 
 def holds_mtp_only(path: Path) -> bool:
@@ -92,8 +52,8 @@ def holds_mtp_only(path: Path) -> bool:
             beginning = file.read(_N_SEARCHED_BYTES)
         if not path.name.startswith(_PREFIX) and _N_LAYERS_KEY not in beginning:
             return False  # the usual case, without reading all metadata
-        layers = _layers_of(path)
-        return layers.has_mtp_tensors and _FIRST_OF_MODEL not in layers.tensors
+        model = describe_model(path)
+        return _has_mtp_tensors(model) and _FIRST_OF_MODEL not in model.tensors
     return False
 
 
@@ -109,11 +69,11 @@ def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
         return "mtp"
     target_shape = None
     with contextlib.suppress(OSError, BackendError):
-        target_shape = _layers_of(target).shape
+        target_shape = _shape(describe_model(target))
     fitting_files: list[Path] = []
     for path in sorted(target.parent.glob(f"{_PREFIX}*.gguf")):
         is_candidate = path.name != target.name and holds_mtp_only(path)
-        if is_candidate and _layers_of(path).shape == target_shape:
+        if is_candidate and _shape(describe_model(path)) == target_shape:
             fitting_files.append(path)
 
     def similarity(path: Path) -> int:
@@ -125,21 +85,22 @@ def mtp_of(target: Path) -> Path | Literal["mtp"] | None:
 def why_no_mtp(path: Path) -> str:
     """Return why a file's MTP layers cannot draft for the model in it; empty if they can."""
     try:
-        layers = _layers_of(path)
+        model = describe_model(path)
     except (OSError, BackendError):
         return "it is not a GGUF file"
-    architecture = layers.architecture
-    if not layers.n_mtp:
+    architecture = model.architecture
+    n_layers = model.number("nextn_predict_layers")
+    if not n_layers:
         return "it has no MTP layers"
-    if not layers.has_mtp_tensors:
+    if not _has_mtp_tensors(model):
         return "its MTP layers were removed from the file"
-    if "token_embd.weight" not in layers.tensors:
+    if "token_embd.weight" not in model.tensors:
         return "it has only MTP layers, and not the model that they belong to"
     if architecture not in _MTP_ARCHITECTURES:
         return f"llama.cpp does not compute the MTP layers of its architecture ({architecture})"
-    if layers.n_mtp > 1 and architecture not in _SEVERAL_LAYERS:
+    if n_layers > 1 and architecture not in _SEVERAL_LAYERS:
         return (
             f"llama.cpp computes a single MTP layer of its architecture ({architecture}), "
-            f"not {layers.n_mtp}"
+            f"not {n_layers}"
         )
     return ""

@@ -13,14 +13,13 @@ Each class checks that a file is such a draft, and that it fits its target.
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from specgen.errors import ModelFileError, PairError
-from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.library import llama_cpp
 from specgen.llama.model import LlamaModel
+from specgen.llama.model_description import describe_model
 from specgen.options import CacheType
 
 #: The architectures for which llama.cpp can return the inputs of layers. For others it ends the
@@ -143,10 +142,9 @@ class LayerInputDraftModel(TrainedDraftModel):
     reads_last_output: ClassVar[bool] = False
 
     def _read_file(self) -> None:
-        with GgufMetadata(self.file) as metadata:
-            key = f"{self.architecture}.target_layers"
-            self.layers = tuple(metadata.array(key, ctypes.c_int32))
-            self._tensors = {tensor.name for tensor in metadata.tensors()}
+        described = describe_model(self.file)
+        self.layers = tuple(described.numbers("target_layers"))
+        self._tensors = described.tensors.keys()
 
     def _check_target(self, target: LlamaModel) -> None:
         if target.architecture not in HOOKED:
@@ -297,14 +295,13 @@ class _KeyShape(NamedTuple):
 
 def _key_shapes(model: LlamaModel) -> list[_KeyShape]:
     """Return the shape of each layer's keys, as the file describes it."""
-    prefix = f"{model.architecture}.attention"
-    with GgufMetadata(model.file) as metadata:
-        full_size = metadata.number(f"{prefix}.key_length")
-        windowed_size = metadata.number(f"{prefix}.key_length_swa")
-        windows = metadata.array(f"{prefix}.sliding_window_pattern", ctypes.c_bool)
-        n_heads = metadata.array(f"{prefix}.head_count_kv", ctypes.c_int32)
-        if not n_heads:  # one number for all layers
-            n_heads = [metadata.number(f"{prefix}.head_count_kv")] * len(windows)
+    described = describe_model(model.file)
+    full_size = described.number("attention.key_length")
+    windowed_size = described.number("attention.key_length_swa")
+    windows = described.numbers("attention.sliding_window_pattern")
+    n_heads = described.numbers("attention.head_count_kv")
+    if not n_heads:  # one number for all layers
+        n_heads = [described.number("attention.head_count_kv")] * len(windows)
     return [
         _KeyShape(bool(is_windowed), n, windowed_size if is_windowed else full_size)
         for is_windowed, n in zip(windows, n_heads, strict=False)

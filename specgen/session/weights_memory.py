@@ -15,10 +15,10 @@ from pathlib import Path
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, UsageError
 from specgen.llama.file_check import check_file
-from specgen.llama.gguf_file import GgufMetadata, has_learned_positions
 from specgen.llama.kernels.packed_weights import must_stream
 from specgen.llama.library import has_gpu
 from specgen.llama.model import CACHE_TYPES
+from specgen.llama.model_description import describe_model
 from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES, MAX_SEQUENCES
 from specgen.models.files import parts_of
 from specgen.models.stored_models import shown_name
@@ -115,22 +115,21 @@ def context_bytes(
 ) -> int:
     """Estimate the memory of a context of `n_tokens` tokens.
 
-    If the number of heads differs between layers, all are taken to have the maximum.
-
     Raises:
         BackendError: If it is not a GGUF file.
     """
-    with GgufMetadata(file) as about:
-        name = about.text("general.architecture")
-        n_layers = about.number(f"{name}.block_count")
-        n_heads = about.number(f"{name}.attention.head_count") or 1
-        n_heads_kv = about.number(f"{name}.attention.head_count_kv") or n_heads
-        size = about.number(f"{name}.embedding_length") // n_heads
-        size_k = about.number(f"{name}.attention.key_length") or size
-        size_v = about.number(f"{name}.attention.value_length") or size
+    model = describe_model(file)
+    n_heads = max(1, model.number("attention.head_count"), *model.numbers("attention.head_count"))
+    n_heads_kv = sum(model.numbers("attention.head_count_kv"))
+    if not n_heads_kv:  # the same number for all layers
+        n_heads_kv = model.number("attention.head_count_kv") or n_heads
+        n_heads_kv *= model.number("block_count")
+    size = model.n_embd // n_heads
+    size_k = model.number("attention.key_length") or size
+    size_v = model.number("attention.value_length") or size
     head_bytes = size_k * CACHE_TYPES[context.cache_type_k].bytes_per_value
     head_bytes += size_v * CACHE_TYPES[context.cache_type_v].bytes_per_value
-    return int(n_tokens * n_layers * n_heads_kv * head_bytes) + CONTEXT_OVERHEAD_BYTES
+    return int(n_tokens * n_heads_kv * head_bytes) + CONTEXT_OVERHEAD_BYTES
 
 
 def usual_n_ctx(wanted: int | None, n_train: int) -> int:
@@ -154,39 +153,28 @@ def context_size(file: Path, context: ContextOptions) -> int:
     Raises:
         BackendError: If it is not a GGUF file.
     """
-    n_train = trained_context(file)
-    n_ctx = usual_n_ctx(context.n_ctx, n_train)
-    if n_ctx > n_train > 0 and has_learned_positions(file):
-        return n_train
+    model = describe_model(file)
+    n_ctx = usual_n_ctx(context.n_ctx, model.n_ctx_train)
+    if n_ctx > model.n_ctx_train > 0 and model.has_learned_positions:
+        return model.n_ctx_train
     return n_ctx
 
 
-def trained_context(file: Path) -> int:
-    """Return the size of the context in tokens that a model was trained with; 0 if unknown.
+def logits_bytes(file: Path, n_rows: int) -> int:
+    """Return the memory of the logits of a number of rows.
 
     Raises:
         BackendError: If it is not a GGUF file.
     """
-    with GgufMetadata(file) as about:
-        return about.number(f"{about.text('general.architecture')}.context_length")
-
-
-def _logits_bytes(file: Path, n_rows: int) -> int:
-    """Return the memory of the logits of a number of rows."""
-    with GgufMetadata(file) as about:
-        n_vocab = about.length("tokenizer.ggml.tokens") or 0
-    return 4 * n_rows * n_vocab  # float32
+    return 4 * n_rows * describe_model(file).n_vocab  # float32
 
 
 def _row_bytes(file: Path) -> int:
     """Estimate the memory of the activations of one row of a batch."""
-    with GgufMetadata(file) as about:
-        name = about.text("general.architecture")
-        n_embd = about.number(f"{name}.embedding_length")
-        n_ff = about.number(f"{name}.feed_forward_length")
+    model = describe_model(file)
     # float32: the gate, the up projection and their product; the residual stream, its norm, and
     # the inputs and outputs of attention.
-    return 4 * (3 * n_ff + 6 * n_embd)
+    return 4 * (3 * model.number("feed_forward_length") + 6 * model.n_embd)
 
 
 # --- what the target's weights may use ------------------------------------------------------------
@@ -276,7 +264,7 @@ def budget_within(
         if wanted == "all":
             raise _too_large(target, needs, memory_bytes)
         other_bytes = memory_needs(options, drafts, n_slots).other_bytes
-        other_bytes += _RESERVE_BYTES + _logits_bytes(target, n_slots * (1 + longest_draft))
+        other_bytes += _RESERVE_BYTES + logits_bytes(target, n_slots * (1 + longest_draft))
         return _streamed_budget(target, int(memory_bytes) - other_bytes, longest_draft)
     except (ModelFileError, BackendError, OSError):
         return ALL_WEIGHTS
@@ -288,7 +276,7 @@ def _is_readable(draft: DraftSource) -> bool:
         return True
     try:
         weights_bytes(draft)
-        trained_context(draft)
+        describe_model(draft)
     except (ModelFileError, BackendError):
         return False
     return True

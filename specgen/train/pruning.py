@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.gguf_file import opened_parts
-from specgen.llama.library import ggml, llama_cpp
+from specgen.llama.library import llama_cpp, native
+from specgen.llama.model_description import describe_model
 from specgen.llama.operators import read_tensor, write_copy, write_tensor
 from specgen.method.backend import Batch
 from specgen.options import ContextOptions
@@ -177,11 +177,12 @@ def _why_not_prunable(model: LlamaModel) -> str | None:
         return f"the layers of the architecture {architecture!r} may differ"
     if model.n_layer < _MIN_LAYERS:
         return f"it has only {model.n_layer} layers"
-    for key in (*_NUMBER_KEYS, *_LIST_KEYS):
-        value = model.metadata(f"{architecture}.{key}") or "0"  # as text; missing ones count as 0
-        is_list = value.startswith("[")
-        is_above_1 = value not in ("0", "1")
-        if is_list or (key in _NUMBER_KEYS and is_above_1):
+    described = describe_model(model.file)
+    for key in _NUMBER_KEYS:
+        if described.number(key) > 1:
+            return f"its layers differ ({architecture}.{key})"
+    for key in _LIST_KEYS:
+        if described.numbers(key):
             return f"its layers differ ({architecture}.{key})"
     return None
 
@@ -191,8 +192,7 @@ def layer_byte_share(target: Path, n_layer: int) -> float:
 
     Decoding a token is limited by reading weights, so this is also its share of the time.
     """
-    with opened_parts(target) as (_, tensors):
-        sizes = {tensor.name: tensor.n_bytes for tensor in tensors}
+    sizes = {name: tensor.n_bytes for name, tensor in describe_model(target).tensors.items()}
     # Embeddings that do not double as the output matrix do not count: only one row is read.
     if "output.weight" in sizes:
         sizes.pop("token_embd.weight", None)
@@ -278,8 +278,6 @@ class Judge:
         self._layer_input: NDArray[np.float32] = np.zeros(0, np.float32)
         #: The error in the callback, to be raised after decoding.
         self._failure: BackendError | None = None
-        self._tensor_name = ggml("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
-        self._tensor_bytes = ggml("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
         self._callback = llama_cpp.llama_cpp.ggml_backend_sched_eval_callback(self._on_tensor)
         self._backend = LlamaBackend(
             model,
@@ -331,7 +329,7 @@ class Judge:
         llama.cpp calls this before it computes a tensor, with `is_asking`, and again with the
         tensor's values if the first call returned True. The second returns whether to go on.
         """
-        name: bytes = self._tensor_name(tensor)
+        name: bytes = native.ggml_get_name(tensor)
         if not self._left_out or not name.startswith(_LAYER_OUTPUT):
             return not is_asking
         layer = int(name.removeprefix(_LAYER_OUTPUT))
@@ -343,7 +341,7 @@ class Judge:
             if is_left_out:
                 self._overwrite(tensor)
             else:
-                self._layer_input = np.empty(self._tensor_bytes(tensor) // 4, np.float32)
+                self._layer_input = np.empty(native.ggml_nbytes(tensor) // 4, np.float32)
                 read_tensor(tensor, self._layer_input)
         except BackendError as error:  # kept: exceptions cannot pass through native code
             self._failure = error
@@ -352,7 +350,7 @@ class Judge:
     def _overwrite(self, tensor: Any) -> None:
         values = self._layer_input
         # The last layer's output may have fewer rows than its input.
-        if self._tensor_bytes(tensor) != values.nbytes:
+        if native.ggml_nbytes(tensor) != values.nbytes:
             values = values.reshape(-1, self._n_embd)[self._wanted_rows]
         write_tensor(tensor, np.ascontiguousarray(values))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specgen.errors import MemoryLimitError, UsageError
+from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES
 from specgen.options import (
     LONGEST_DRAFT,
     LONGEST_STREAMED_DRAFT,
@@ -37,7 +38,7 @@ from tests.helpers.common import EXACT
 from tests.helpers.sessions import answered, answers, folder_with, options_of
 from tests.helpers.tiny import write_large_model
 from tests.helpers.virtual_time import VirtualTime
-from tests.tiny import TinyConfig
+from tests.tiny import TinyConfig, write_tiny_model
 
 GB = 10**9
 CONFIG = TinyConfig(logit_scale=2.0, unprintable_scale=0.0)
@@ -79,6 +80,16 @@ def test_weights_get_the_memory_that_others_leave(large: SessionOptions) -> None
     assert alone - beside_contexts == pytest.approx(3 * cache_bytes, rel=0.1)  # and larger batches
     # Nothing is left if the contexts alone are too large: opening them says so.
     assert budget_within(large, (), GB // 10).max_bytes == 0
+
+
+def test_layers_without_attention_need_no_cache(tmp_path: Path) -> None:
+    needs = []
+    for architecture in ("lfm2", "llama"):
+        config = TinyConfig(architecture=architecture, n_layer=10, n_ctx_train=10**6)
+        options = SessionOptions(write_tiny_model(tmp_path / f"{architecture}.gguf", config))
+        context = replace(options.target_context, n_ctx=10**6)
+        needs.append(memory_needs(replace(options, target_context=context), ()).other_bytes)
+    assert needs[0] - CONTEXT_OVERHEAD_BYTES == (needs[1] - CONTEXT_OVERHEAD_BYTES) // 2
 
 
 def test_a_prompt_is_prefilled_in_larger_batches_where_memory_allows(large: SessionOptions) -> None:

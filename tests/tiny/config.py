@@ -62,6 +62,8 @@ class TinyConfig:
     n_head: int = 2
     #: The number of heads of keys and values; None for `n_head`.
     n_head_kv: int | None = None
+    #: Whether the file has the number of these heads for each layer, and not one for all layers.
+    lists_heads: bool = False
     n_ff: int = 128
     #: The size of sliding windows in tokens, for ``gemma3`` and ``lfm2``; 0 for no window.
     sliding_window: int = 0

@@ -109,7 +109,8 @@ def _add_attention(writer: GGUFWriter, config: TinyConfig) -> None:
         return
     writer.add_feed_forward_length(config.n_ff)
     writer.add_head_count(config.n_head)
-    if config.architecture in {"lfm2", "jamba"}:  # layers without attention are told by this
+    # Layers without attention are told by this.
+    if config.lists_heads or config.architecture in {"lfm2", "jamba"}:
         writer.add_head_count_kv([n_head_kv(config) if attends else 0 for attends in attending])
     else:
         writer.add_head_count_kv(n_head_kv(config))

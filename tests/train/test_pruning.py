@@ -132,6 +132,10 @@ def test_left_out_layers_are_as_if_they_were_not_in_the_file(
         ),
         (TinyConfig(architecture="lfm2", n_layer=6), "recurrent state"),
         (TinyConfig(n_layer=3), "only 3 layers"),
+        (
+            TinyConfig(n_layer=6, lists_heads=True),
+            r"layers differ \(llama.attention.head_count_kv\)",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_in_a_line(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from specgen.llama.gguf_file import GgufMetadata, GgufTensor, opened_parts
+from specgen.llama.gguf_file import NUMBER_TYPES, GgufMetadata, GgufTensor, opened_parts
 from specgen.llama.library import native
 from specgen.llama.operators import metadata_context, new_tensor
 
@@ -26,8 +26,6 @@ _KEPT_KEYS = ("general.architecture", "general.alignment")
 #: Added to the size of each tensor: more than the alignment of tensors.
 _PADDING_BYTES = 4096
 _TENSOR_OF_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
-#: The sizes in bytes of the values in arrays, by GGUF's type numbers. Texts have no fixed size.
-_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def write_skeleton(file: Path, output: Path) -> None:
@@ -151,14 +149,6 @@ class _NewMetadata(GgufMetadata):
         """Copy all values of other metadata."""
         native.gguf_set_kv(self.handle, other.handle)
 
-    def names(self) -> list[str]:
-        """Return the keys of all values."""
-        keys = [
-            native.gguf_get_key(self.handle, index)
-            for index in range(native.gguf_get_n_kv(self.handle))
-        ]
-        return [key.decode("utf-8", "replace") for key in keys]
-
     def remove(self, key: str) -> None:
         """Remove a value."""
         native.gguf_remove_key(self.handle, key.encode())
@@ -174,12 +164,11 @@ class _NewMetadata(GgufMetadata):
     def pick(self, key: str, indices: Iterable[int]) -> None:
         """Keep only some values of an array of numbers; an array of texts stays as it is."""
         type_number: int = self.get("gguf_get_arr_type", key)
-        size = _VALUE_BYTES.get(type_number)
-        if size is None:
+        if type_number not in NUMBER_TYPES:
             return
-        address: int = self.get("gguf_get_arr_data", key)
-        values = [ctypes.string_at(address + index * size, size) for index in indices]
-        data = b"".join(values)
+        numbers = self.numbers(key)
+        values = [numbers[index] for index in indices]
+        data = bytes((NUMBER_TYPES[type_number] * len(values))(*values))
         native.gguf_set_arr_data(self.handle, key.encode(), type_number, data, len(values))
 
     def add_tensor(self, handle: int, name: str) -> int:

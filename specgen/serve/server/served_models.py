@@ -16,8 +16,8 @@ from specgen.errors import BackendError, MemoryLimitError, ModelFileError, Specg
 from specgen.llama import LlamaModel
 from specgen.llama.embeddings import Embedder, EmbeddingModel, pooling_of
 from specgen.llama.file_check import check_file, remember_checks
-from specgen.llama.gguf_file import GgufMetadata
 from specgen.llama.kernels.attached import kernel_problem
+from specgen.llama.model_description import describe_model
 from specgen.models.files import SHARD
 from specgen.models.stored_models import shown_name
 from specgen.options import ContextOptions, SessionOptions
@@ -43,8 +43,8 @@ from specgen.session.weights_memory import (
     can_stream,
     context_bytes,
     context_size,
+    logits_bytes,
     memory_needs,
-    trained_context,
     weights_bytes,
 )
 from specgen.system.files import correction_hint, files_below, named_file, read_toml
@@ -270,15 +270,12 @@ class ModelLoader:
         """Write a note if the chat template in a model's file has a syntax error."""
         if options.target_context.chat_template is not None:  # it is checked already
             return
-        templates: list[str] = []
-        with contextlib.suppress(BackendError), GgufMetadata(options.target) as metadata:
-            templates = [
-                str(value)
-                for key, value in metadata.single_values().items()
-                if key.startswith("tokenizer.chat_template")
-            ]
-        for template in templates:
-            problem = check_syntax(template)
+        metadata: Mapping[str, Any] = {}
+        with contextlib.suppress(BackendError, OSError):
+            metadata = describe_model(options.target).metadata
+        for key, value in metadata.items():
+            is_template = key.startswith("tokenizer.chat_template")
+            problem = check_syntax(str(value)) if is_template else ""
             if problem:
                 self.reporter.note(
                     f"{name}: its chat template is not valid, so requests for chats will fail: "
@@ -500,10 +497,8 @@ def _fitting_parallel(
 def _embedder_needs(target: Path, context: ContextOptions) -> tuple[int, int]:
     """Return the size of an embedding model's context in tokens, and its estimated memory."""
     n_ctx = context_size(target, context)
-    n_train = trained_context(target)
+    n_train = describe_model(target).n_ctx_train
     if n_train:
         n_ctx = min(n_ctx, n_train)
-    with GgufMetadata(target) as about:
-        n_vocab = about.length("tokenizer.ggml.tokens") or 0
-    logits_bytes = 4 * n_ctx * n_vocab  # llama.cpp reserves a float32 row of logits per token
-    return n_ctx, weights_bytes(target) + context_bytes(target, context, n_ctx) + logits_bytes
+    n_bytes = weights_bytes(target) + context_bytes(target, context, n_ctx)
+    return n_ctx, n_bytes + logits_bytes(target, n_ctx)  # llama.cpp reserves a row per token
