@@ -610,6 +610,41 @@ def test_an_engine_rejects_unusable_arguments(shared: specgen.Model, files: Path
     assert engine.is_idle
 
 
+#: Decodes with several threads, and then in a process that was forked.
+FORKING = """
+import faulthandler, os, sys, specgen
+
+def load():
+    threads = specgen.ContextOptions(n_threads={n_threads}, n_threads_batch={n_threads})
+    return specgen.load(sys.argv[1], "none", n_ctx=256, context=threads)
+
+model = load()
+print(model.generate("a", max_tokens=2).text, flush=True)
+if os.fork() == 0:
+    faulthandler.dump_traceback_later(60, exit=True)
+    for find in (lambda: model, load):
+        try:
+            print(find().generate("a", max_tokens=2).text, flush=True)
+        except specgen.BackendError as error:
+            print(error.message, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_a_forked_process_decodes_or_says_why_it_cannot(files: Path, n_threads: int) -> None:
+    """Otherwise it would wait forever for threads that only its parent has."""
+    result = ended(files / "target.gguf", code=FORKING.format(n_threads=n_threads))
+    text, inherited, loaded = result.stdout.splitlines()
+    if n_threads == 1:
+        assert inherited == loaded == text
+    else:
+        assert inherited == loaded
+        assert "llama.cpp's threads do not survive a fork" in loaded
+
+
 # --- several answers ------------------------------------------------------------------------------
 
 
