@@ -99,14 +99,16 @@ _MODULES = (
 )
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `import specgen` is quick."""
-    if name in __all__:
-        for module_name in _MODULES:
-            module = importlib.import_module(module_name)
-            if hasattr(module, name):
-                return getattr(module, name)
-    raise AttributeError(f"module 'specgen' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used, so that `import specgen` is quick."""
+        if name in __all__:
+            for module_name in _MODULES:
+                module = importlib.import_module(module_name)
+                if hasattr(module, name):
+                    return getattr(module, name)
+        raise AttributeError(f"module 'specgen' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,7 @@ import inspect
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -353,10 +353,10 @@ class Model:
         self,
         prompt: PromptLike,
         **options: Unpack[AnswerOptions],
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Queue a request, and yield the text of its answer in pieces as it is generated.
 
-        Raises what `generate` raises.
+        Closing or dropping the iterator cancels the answer. Raises what `generate` raises.
         """
         return _texts(self.events(prompt, **options))
 
@@ -364,10 +364,10 @@ class Model:
         self,
         prompt: PromptLike,
         **options: Unpack[AnswerOptions],
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Queue a request, and yield the events of its answer: drafts, verdicts, tokens, figures.
 
-        Raises what `generate` raises.
+        Closing or dropping the iterator cancels the answer. Raises what `generate` raises.
         """
         return self.engine.stream(self.submit(prompt, **options))
 
@@ -428,13 +428,22 @@ class Model:
         try:
             # `+=` adds each one at once, so that after an error the earlier ones can be cancelled.
             answers += (self.submit(prompt, **options) for prompt in _items("prompts", prompts))
-        except SpecgenError:
+            for answer in answers:
+                self._wait_for(answer)
+        except BaseException:  # Ctrl-C, too
             for answer in answers:
                 self.cancel(answer)
             raise
-        while not all(answer.is_done for answer in answers):
-            self.engine.step()
         return answers
+
+    def _wait_for(self, answer: Request) -> None:
+        """Wait until an answer is done, even if it fails."""
+        try:
+            for _ in self.engine.stream(answer):
+                pass
+        except SpecgenError:
+            if answer.failure is None:  # a worker was lost: nothing can be decoded any more
+                raise
 
     def submit(
         self,
@@ -492,7 +501,7 @@ class Model:
         return prompts.of_messages(_messages(asked))
 
 
-def _texts(events: Iterable[Event]) -> Iterator[str]:
+def _texts(events: Iterable[Event]) -> Generator[str, None, None]:
     """Yield the text of the events of an answer, without empty pieces."""
     return (event.text for event in events if isinstance(event, CommittedEvent) and event.text)
 
@@ -554,12 +563,13 @@ class ModelChat:
         self,
         text: str,
         **options: Unpack[AnswerDefaults],
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Add a message of the user, and yield the text of its answer as it is generated.
 
-        Raises what `Model.generate` raises.
+        Closing or dropping the iterator cancels the answer. Raises what `Model.generate` raises.
         """
-        return self._stream(self._submit(text, options))
+        answer = self._submit(text, options)
+        return self._stream(answer, self._model.engine.stream(answer))
 
     async def asend(
         self,
@@ -583,9 +593,13 @@ class ModelChat:
                 yield piece
         self._keep(answer)
 
-    def _stream(self, answer: Request) -> Iterator[str]:
+    def _stream(
+        self,
+        answer: Request,
+        events: Generator[Event, None, None],
+    ) -> Generator[str, None, None]:
         """Yield the text of an answer, and keep it when it is complete."""
-        with contextlib.closing(self._model.engine.stream(answer)) as events:
+        with contextlib.closing(events):
             yield from _texts(events)
         self._keep(answer)
 

@@ -16,6 +16,7 @@ from specgen.errors import BackendError, DecodeEndedError, ModelFileError, Worke
 from specgen.llama.cache import KvCache
 from specgen.llama.cuda_graphs import replays_graphs
 from specgen.llama.library import (
+    check_threads,
     last_error,
     layer_input,
     llama_cpp,
@@ -276,6 +277,7 @@ class LlamaBackend:
             DecodeEndedError: If `is_unwanted` ended the decode.
             BackendError: If llama.cpp fails.
         """
+        check_threads()
         started_s = self._clock()
         status = function(self.handle, native)
         self.decode_s += self._clock() - started_s

@@ -11,7 +11,7 @@ import numpy as np
 
 from specgen.errors import BackendError, ModelFileError, PromptError, PromptLengthError
 from specgen.llama.file_check import check_weights
-from specgen.llama.library import forget_log, last_error, llama_cpp
+from specgen.llama.library import check_threads, forget_log, last_error, llama_cpp
 from specgen.llama.model import LlamaModel, pooling_in
 from specgen.llama.model_description import describe_model
 from specgen.llama.native_context import ContextSize, open_context
@@ -162,6 +162,7 @@ class Embedder:
 
     def _decode(self, tokens: Sequence[int]) -> None:
         """Decode tokens in one batch; raise `BackendError` if llama.cpp fails."""
+        check_threads()
         rows = (llama_cpp.llama_token * len(tokens))(*tokens)
         decode = llama_cpp.llama_decode if self._memory else llama_cpp.llama_encode
         forget_log()

@@ -103,6 +103,45 @@ def last_error() -> str:
     return lines[-1].strip() if lines else "no reason was logged"
 
 
+# --- threads and forks
+
+#: Whether this process, or one that it was forked from, has a context with several threads.
+_has_threads = False
+#: Whether these threads are only in the parent: a fork copies one thread, and a decode would wait
+#: for the others forever.
+_has_lost_threads = False
+
+
+def check_threads() -> None:
+    """Check that the threads that decode are in this process.
+
+    Raises:
+        BackendError: If the process was forked from one that had them.
+    """
+    if _has_lost_threads:
+        raise BackendError(
+            "this process was forked from one with a loaded model, and llama.cpp's threads do not "
+            "survive a fork",
+            hint='start processes with multiprocessing.get_context("spawn")',
+        )
+
+
+def use_threads() -> None:
+    """Note that a context computes with several threads; raise what `check_threads` raises."""
+    global _has_threads  # noqa: PLW0603 - a fact about the process
+    check_threads()
+    _has_threads = True
+
+
+def _after_fork() -> None:
+    global _has_lost_threads  # noqa: PLW0603 - a fact about the process
+    _has_lost_threads = _has_threads
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 # --- native functions
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specgen.errors import MemoryLimitError, UsageError
-from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp
+from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp, use_threads
 from specgen.llama.model import CACHE_TYPES, LlamaModel
 from specgen.options import ContextOptions
 from specgen.system.machine import available_memory_bytes, usable_cores, usable_memory
@@ -245,6 +245,8 @@ class _Opening:
         params.n_outputs_max = max(size.n_outputs, n_native)
         params.n_threads = options.n_threads or default_threads()
         params.n_threads_batch = options.n_threads_batch or params.n_threads
+        if max(params.n_threads, params.n_threads_batch) > 1:
+            use_threads()
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
         params.type_k = CACHE_TYPES[options.cache_type_k].number
         params.type_v = CACHE_TYPES[options.cache_type_v].number

@@ -356,7 +356,7 @@ class Engine:
     def stream(self, request: Request) -> Generator[Event, None, None]:
         """Yield the events of one answer until it is done; other answers advance meanwhile.
 
-        Closing the iterator cancels the request.
+        Closing or dropping the iterator cancels the request.
 
         Raises:
             SpecgenError: If the answer failed. If a worker was lost, a summary of the text so far
@@ -367,7 +367,15 @@ class Engine:
         with self.stepping:  # no request is between the queue and its slot
             if not request.is_done and not self._scheduler.has(request):
                 raise UsageError("the request belongs to another engine")
+        events = self._events_of(request)
+        # A generator that has not begun would not cancel the request when it is closed or dropped.
+        next(events)
+        return events
+
+    def _events_of(self, request: Request) -> Generator[Any, None, None]:
+        """Yield None, then the events of `stream`."""
         try:
+            yield None
             while True:
                 new_events, are_last = request.take_events()
                 yield from new_events
@@ -380,6 +388,8 @@ class Engine:
                         yield from request.running.interrupt(self._loop.now_s)
                         yield request.running.finished_event(self._loop.now_s, None)
                     raise
+                except BackendError:
+                    pass  # The answers of a round have failed. If this is one of them, it is done.
         finally:
             if not request.is_done:  # the caller stopped reading
                 self.cancel(request)

@@ -73,8 +73,9 @@ class Scheduler:
         #: Equal parts of all caches.
         self.slots = tuple(Slot(number, n_slots) for number in range(n_slots))
         self._target = target
-        #: Held while the queue changes.
-        self._lock = threading.Lock()
+        #: Held while the queue changes. Reentrant, because the garbage collector may interrupt a
+        #: change at any point to close the iterator of another answer, which cancels that answer.
+        self._lock = threading.RLock()
         self._waiting: deque[Request] = deque()
         #: The number of requests that were added so far.
         self._n_added = 0
@@ -214,9 +215,9 @@ class Scheduler:
         # Only a cache of cells can share the prefix of a prompt in another slot.
         others = self.prefilling if self._target.rollback == "cells" else []
         with self._lock:
-            for request in itertools.islice(self._waiting, _N_CONSIDERED):
-                if not any(self._should_wait_for(request, other) for other in others):
-                    self._waiting.remove(request)
+            for request in list(itertools.islice(self._waiting, _N_CONSIDERED)):
+                must_wait = any(self._should_wait_for(request, other) for other in others)
+                if not must_wait and self.drop(request):
                     return request
         return None
 

@@ -69,7 +69,8 @@ def test_every_public_name_is_there() -> None:
     for name in specgen.__all__:
         assert getattr(specgen, name) is not None
     with pytest.raises(AttributeError, match="nothing_like_that"):
-        specgen.nothing_like_that  # noqa: B018
+        # A type checker knows that, too: otherwise mypy would call the comment unused.
+        specgen.nothing_like_that  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_an_answer_is_that_of_the_target_alone(files: Path, model: specgen.Model) -> None:
@@ -393,21 +394,13 @@ def test_a_failed_round_ends_only_the_tasks_of_its_answers(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with specgen.load(files / "target.gguf", "none", n_ctx=256) as made:
-        decode = made.engine.target.decode
-        failures = [BackendError("lost")]
-
-        def failing_once(*batch: Any, **options: Any) -> Any:
-            request = made.engine.slots[0].request
-            if failures and request is not None and request.state == "decoding":
-                raise failures.pop()
-            return decode(*batch, **options)
 
         async def ask() -> list[Any]:
             tasks = [made.agenerate(PROMPT, max_tokens=N) for _ in range(2)]
             return list(await asyncio.gather(*tasks, return_exceptions=True))
 
         with monkeypatch.context() as patch:
-            patch.setattr(made.engine.target, "decode", failing_once)
+            patch.setattr(made.engine.target, "decode", failing_once(made, BackendError("lost")))
             answers = asyncio.run(ask())
     (failed,) = (each for each in answers if isinstance(each, BackendError))
     assert failed.message == "lost"
@@ -617,7 +610,87 @@ def test_an_engine_rejects_unusable_arguments(shared: specgen.Model, files: Path
     assert engine.is_idle
 
 
+#: Decodes with several threads, and then in a process that was forked.
+FORKING = """
+import faulthandler, os, sys, specgen
+
+def load():
+    threads = specgen.ContextOptions(n_threads={n_threads}, n_threads_batch={n_threads})
+    return specgen.load(sys.argv[1], "none", n_ctx=256, context=threads)
+
+model = load()
+print(model.generate("a", max_tokens=2).text, flush=True)
+if os.fork() == 0:
+    faulthandler.dump_traceback_later(60, exit=True)
+    for find in (lambda: model, load):
+        try:
+            print(find().generate("a", max_tokens=2).text, flush=True)
+        except specgen.BackendError as error:
+            print(error.message, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_a_forked_process_decodes_or_says_why_it_cannot(files: Path, n_threads: int) -> None:
+    """Otherwise it would wait forever for threads that only its parent has."""
+    result = ended(files / "target.gguf", code=FORKING.format(n_threads=n_threads))
+    text, inherited, loaded = result.stdout.splitlines()
+    if n_threads == 1:
+        assert inherited == loaded == text
+    else:
+        assert inherited == loaded
+        assert "llama.cpp's threads do not survive a fork" in loaded
+
+
 # --- several answers ------------------------------------------------------------------------------
+
+
+def failing_once(model: specgen.Model, error: BaseException) -> Any:
+    """A replacement for `decode` of the target that fails when it first decodes an answer."""
+    decode = model.engine.target.decode
+    errors = [error]
+
+    def decode_or_fail(*batch: Any, **options: Any) -> Any:
+        request = model.engine.slots[0].request
+        if errors and request is not None and request.state == "decoding":
+            raise errors.pop()
+        return decode(*batch, **options)
+
+    return decode_or_fail
+
+
+def test_a_failed_round_fails_no_answers_that_wait(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with specgen.load(files / "target.gguf", "none", n_ctx=256) as made:
+        target = made.engine.target
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "decode", failing_once(made, BackendError("lost")))
+            first, second = made.generate_all([PROMPT, PROMPT], max_tokens=N)
+        assert first.failure is not None
+        assert first.failure.message == "lost"
+        assert second.text == plain(files)
+        # Another thread's answer fails while this one waits.
+        other = made.submit(PROMPT)
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "decode", failing_once(made, BackendError("lost again")))
+            assert made.generate(PROMPT, max_tokens=N).text == plain(files)
+        assert other.failure is not None
+
+
+def test_after_ctrl_c_no_answer_is_left_in_the_queue(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with specgen.load(files / "target.gguf", "none", n_ctx=256) as made:
+        with monkeypatch.context() as patch:
+            patch.setattr(made.engine.target, "decode", failing_once(made, KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                made.generate_all([PROMPT] * 9)
+        assert made.engine.is_idle
+        assert made.generate(PROMPT, max_tokens=N).text == plain(files)
 
 
 def test_answers_generated_together_equal_those_alone(files: Path, model: specgen.Model) -> None:
@@ -632,9 +705,19 @@ def test_closing_the_events_cancels_the_answer(model: specgen.Model) -> None:
     for event in events:
         if isinstance(event, CommittedEvent):
             break
-    events.close()  # type: ignore[attr-defined]
+    events.close()
     assert not model.engine.is_idle
     model.engine.step()
+    assert model.engine.is_idle
+
+
+def test_an_iterator_that_never_began_cancels_its_answer_too(model: specgen.Model) -> None:
+    """For example, a web server whose client has gone before the first piece."""
+    for ask in (model.stream, model.events, model.chat().stream):
+        ask(PROMPT)
+        assert model.engine.is_idle, ask
+    events = model.events(PROMPT)
+    events.close()
     assert model.engine.is_idle
 
 

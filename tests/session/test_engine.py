@@ -4,6 +4,7 @@ alone.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -433,6 +434,28 @@ def test_answers_can_be_requested_and_cancelled_from_other_threads(
             thread.join()
     assert sorted(answer.index for _, answer in asked) == list(range(32))
     check_texts(asked, expected)
+
+
+def test_the_garbage_collector_may_cancel_an_answer_while_another_is_queued(
+    models: Path, costs: VirtualTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It closes an iterator that is part of a cycle, and must not wait for the queue's lock."""
+
+    def collecting(*arguments: Any) -> Request:
+        gc.collect()
+        return Request(*arguments)
+
+    with engine_of(models, costs, drafter="ngram") as (_, engine):
+        abandoned = engine.insert(PROMPTS[0])
+        cycle: list[Any] = [engine.stream(abandoned)]
+        cycle.append(cycle)
+        del cycle
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "Request", collecting)
+            answer = engine.insert(PROMPTS[1])
+        assert abandoned.is_cancelled
+        list(engine.run())
+        assert answer.text
 
 
 @pytest.mark.parametrize("n_tokens", [1, 5, 9])
