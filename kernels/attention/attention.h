@@ -182,9 +182,16 @@ struct AttentionPasses {
     using Scores = AttentionScores<V, halved>;
     using Sums = WeightedSums<V, halved>;
 
-    // Bytes of scratch memory.
+    // Bytes of scratch memory for up to `n_threads` threads. ggml plans with so many, but OpenMP may
+    // start fewer, and these need more memory if they share all tasks.
     static size_t bytes(const AttentionJob &job, int n_threads) {
-        return static_cast<size_t>(Plan(job, n_threads).bytes);
+        int64_t most = 0;
+        for (int n = n_threads; n > 0; n--) {
+            const Plan plan(job, n);
+            most = larger(most, plan.bytes);
+            if (plan.shared) break;  // fewer threads need no more than these
+        }
+        return static_cast<size_t>(most);
     }
 
     // The part of one thread.
@@ -271,7 +278,7 @@ struct Attention {
         return function(AttentionPasses<V, false>());
     }
 
-    // Bytes of scratch memory.
+    // Bytes of scratch memory for up to `n_threads` threads.
     static size_t bytes(const AttentionJob &job, int n_threads) {
         return with_passes(job, [&](auto passes) { return passes.bytes(job, n_threads); });
     }

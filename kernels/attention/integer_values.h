@@ -133,6 +133,18 @@ struct IntegerValues {
             }
         });
     }
+
+    // Set the integers of cells that are not finite to 0, in a block that was converted. As factors
+    // of weights of 0 they could be any, but halved products add them to the weights of other
+    // cells, and those sums must fit into 16 bits.
+    static void clear_not_finite(const float *factors, int64_t n, int16_t *pairs) {
+        for (int i = 0; i < cells_per_block; i++) {
+            const bool is_nan = factors[i] != factors[i];
+            if (!is_nan) continue;
+            int16_t *const cell = pairs + i / 2 * 2 * n + i % 2;
+            for (int64_t d = 0; d < n; d++) cell[2 * d] = 0;
+        }
+    }
 };
 
 }  // namespace

@@ -7,6 +7,9 @@
 
 #include "vectors/stored_numbers.h"
 
+// The most cells of a cache. The sums over more of them could overflow (softmax_weights.h).
+constexpr int64_t most_cells = 1 << 20;
+
 // One GGML_OP_FLASH_ATTN_EXT:
 //
 //     outputs[row] = sum over cells of softmax(scores[row])[cell] * values[cell]

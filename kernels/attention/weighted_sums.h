@@ -272,10 +272,11 @@ struct WeightedSums {
             strip.n_blocks = smaller(blocks_at_once, blocks.n() - start);
             for (int64_t i = 0; i < strip.n_blocks; i++) {
                 int16_t *const values = thread_memory.values + i * cells_per_block * strip.size;
-                IntegerValues<V>::convert(job, task, blocks[start + i],
-                                          task_memory.factors + (start + i) * cells_per_block,
-                                          first * V::lanes, strip.size, values);
+                const float *const factors = task_memory.factors + (start + i) * cells_per_block;
+                IntegerValues<V>::convert(job, task, blocks[start + i], factors, first * V::lanes,
+                                          strip.size, values);
                 if constexpr (halved) {
+                    IntegerValues<V>::clear_not_finite(factors, strip.size, values);
                     find_starts(values, strip.size, thread_memory.value_starts + i * strip.size);
                 }
             }

@@ -30,7 +30,8 @@ bool can_attend(const ggml_tensor *op) {
                            from.queries->ne[2] % from.keys->ne[2] == 0;
     const bool streams_fit = from.keys->ne[3] == from.queries->ne[3] &&
                              from.values->ne[3] == from.queries->ne[3];
-    return types_fit && heads_fit && streams_fit;
+    const bool cells_fit = from.keys->ne[1] <= most_cells;
+    return types_fit && heads_fit && streams_fit && cells_fit;
 }
 
 AttentionJob attention_job(const ggml_tensor *op) {

@@ -186,7 +186,8 @@ bool is_softmax_of_cells(const ggml_tensor *op) {
     if (op->op != ggml_api.soft_max || op->src[1] == nullptr) return false;
     const NumberType mask = number_type(op->src[1]);
     return (mask == NumberType::f16 || mask == NumberType::f32) && has_float_rows(op->src[0]) &&
-           has_float_rows(op) && is_plain(op->src[0]) && is_plain(op->src[1]);
+           has_float_rows(op) && is_plain(op->src[0]) && is_plain(op->src[1]) &&
+           op->ne[0] <= most_cells;
 }
 
 }  // namespace

@@ -51,7 +51,7 @@ struct InstructionSet {
 
     // --- attention, see attention/attention.h ---
 
-    // Bytes of scratch memory for one attention operator, shared by all threads.
+    // Bytes of scratch memory for one attention operator, shared by up to `n_threads` threads.
     size_t (*attention_bytes)(const AttentionJob &job, int n_threads);
     // Compute the part of thread `thread` of `n_threads`. All threads call this with the same
     // arguments; `barrier` returns once every thread has called it.

@@ -19,7 +19,7 @@ class TensorWriter {
     int finish();
 
   private:
-    void wait_for_disk();
+    int wait_for_disk();
 
     int file_;
     char *memory_ = nullptr;

@@ -200,6 +200,7 @@ void WeightStream::run() {
             part.claimed_bytes += step.n_bytes;
             read(step, lock);
         } else {
+            part.claimed_bytes = part.bytes;  // so that the other reader does not begin to read it
             lock.unlock();
             drop(part);
             lock.lock();
