@@ -189,7 +189,7 @@ def _sampled_line(result: SampledResult) -> Text:
         conclusion = ("defect", _DEFECT_STYLE)
     elif result.test.n_cells == 1:
         conclusion = ("no test: only one token is likely", "")
-    samples = f"{counted(result.n_samples, 'sample')} in {result.test.n_cells} cells"
+    samples = f"{counted(result.n_samples, 'sample')} in {counted(result.test.n_cells, 'cell')}"
     p_value = f"p = {result.test.p_value:.2g} (a defect up to {result.level:.1g})"
     impossible = ""
     if result.n_impossible:

@@ -20,6 +20,7 @@ import pytest
 import specgen.method.loop
 from specgen.errors import BackendError
 from specgen.llama import LlamaBackend
+from specgen.measure.exactness import sampled_check
 from specgen.measure.exactness.greedy_check import GreedyResult, check_greedy
 from specgen.measure.exactness.known_answers import N_AT_ONCE
 from specgen.measure.exactness.near_ties import Difference, movement
@@ -30,6 +31,7 @@ from specgen.measure.exactness.sampled_check import (
     check_sampled,
 )
 from specgen.measure.exactness.verification import run_checks
+from specgen.measure.exactness.visible_places import Place, find_places
 from specgen.measure.exactness.ways_to_draft import ways_to_draft
 from specgen.measure.goodness_of_fit import GTest
 from specgen.method.backend import Backend, Batch
@@ -359,6 +361,24 @@ def test_draws_of_decoder_heads_fit(models: Path, tmp_path: Path) -> None:
     make_heads(models / "target 1.gguf", tmp_path / "heads.gguf", tmp_path / "text", 1.0)
     with opened(models, 1, EAGER, draft=tmp_path / "heads.gguf") as loaded:
         result = sampled(loaded, n_samples=150)
+    assert result.n_drafted > 0
+    assert not result.is_defect
+
+
+def test_samples_are_taken_where_something_is_drafted(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text before the first place has no n-gram that occurred before."""
+
+    def with_undrafted_place(session: Session, *arguments: Any) -> list[Place]:
+        places = list(find_places(session, *arguments))
+        new_tokens = session.target.vocabulary.tokenize("é", add_special=False, parse_special=False)
+        return [*places, replace(places[0], answer=tuple(new_tokens), visibility=1.0)]
+
+    monkeypatch.setattr(sampled_check, "find_places", with_undrafted_place)
+    with opened(models, 0, EAGER, ngram=True) as loaded:
+        result = sampled(loaded, n_samples=150)
+    assert result.n_samples == 150
     assert result.n_drafted > 0
     assert not result.is_defect
 

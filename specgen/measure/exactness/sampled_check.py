@@ -29,6 +29,8 @@ from specgen.text.sampling.distribution import Distribution
 
 #: The number of samples that the engine gets at a time.
 _N_QUEUED_SAMPLES = 60
+#: The number of places that are tried until something is drafted.
+_N_TRIED_PLACES = 3
 #: The time that the search for a place takes for each prompt, in samples.
 SAMPLES_PER_SEARCH = 50
 
@@ -78,7 +80,7 @@ def check_sampled(
     """Sample one token many times with drafts, and test whether it has the target's distribution.
 
     The token is sampled in the answer to one of the prompts, at the place where mistakes would be
-    most visible.
+    most visible and where something is drafted.
 
     Args:
         session: A session with a random sampler.
@@ -92,8 +94,8 @@ def check_sampled(
             prompt counts as `SAMPLES_PER_SEARCH`.
 
     Returns:
-        The result, of fewer samples if interrupted; None if nothing was drafted, or if interrupted
-        before the first samples.
+        The result. It has fewer samples if interrupted, or if nothing was drafted in any place.
+        None if no place was found, or if interrupted before the first samples.
 
     Raises:
         SpecgenError: If an answer or its drafter fails.
@@ -106,15 +108,19 @@ def check_sampled(
         progress(n_searched * SAMPLES_PER_SEARCH, n_total)
     if not places or interrupted():
         return None
-    place = max(places, key=lambda each: each.visibility)
-    samples = _take_samples(
-        session,
-        place,
-        n_samples,
-        seed,
-        interrupted,
-        lambda n_done: progress(n_total - n_samples + n_done, n_total),
-    )
+    places.sort(key=lambda each: each.visibility, reverse=True)
+    samples = _Samples()
+    for place in places[:_N_TRIED_PLACES]:
+        samples = _take_samples(
+            session,
+            place,
+            n_samples,
+            seed,
+            interrupted,
+            lambda n_done: progress(n_total - n_samples + n_done, n_total),
+        )
+        if samples.n_drafted or interrupted():
+            break
     n_taken = samples.counts.total()
     if n_taken == 0:
         return None
@@ -190,7 +196,11 @@ def _take_samples(
     interrupted: Callable[[], bool],
     progress: Callable[[int], None],
 ) -> _Samples:
-    """Sample the token at a place `n_samples` times, or less often if interrupted.
+    """Sample the token at a place `n_samples` times.
+
+    It ends early if interrupted, and if nothing is drafted at first. That may happen: the search
+    found a draft at the place, but there, a draft with another vocabulary may have split the text
+    into other tokens.
 
     Args:
         session: The session.
@@ -240,4 +250,6 @@ def _take_samples(
             for request in requests:
                 samples.add(request, position=len(forced))
             progress(n_done + n_queued)
+            if not samples.n_drafted:
+                break
     return samples
