@@ -287,7 +287,7 @@ def make(
         "--kind",
         "What to make: decoder heads, a small model fitted to the target, or the target without "
         "some of its layers.",
-        show_default="heads; with a small model on this disk a fitted one too",
+        show_default="heads and distilled; only heads if no small model is on this disk",
     ),
     minutes: float = option(
         30.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specgen.errors import MemoryLimitError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels import packed_weights
 from specgen.llama.kernels.packed_weights import keep_packed_weights, kept_bytes
@@ -105,6 +107,23 @@ def test_another_model_at_the_same_path_is_packed_again(folder: Path, model_file
     os.utime(model_file, ns=(about.st_atime_ns, about.st_mtime_ns))
     keep_packed_weights(folder)
     np.testing.assert_array_equal(decoded(model_file), expected)
+
+
+def test_a_lack_of_memory_does_not_delete_the_file(folder: Path, tmp_path: Path) -> None:
+    config = TinyConfig(n_embd=512, n_layer=8, tensor_type="q8_0")
+    model_file = write_tiny_model(tmp_path / "larger.gguf", config)
+    decoded(model_file)
+    (kept,) = files(folder)
+    n_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = n_pages * resource.getpagesize() + kept.stat().st_size // 2
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        with pytest.raises(MemoryLimitError):
+            LlamaModel(model_file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert files(folder) == [kept]
 
 
 def test_the_least_recently_used_makes_room(

@@ -148,8 +148,9 @@ class PackedWeights:
                 if self._native.used_packed(self._handle):
                     # Mark it as used: `make_room` deletes the least recently used files first.
                     os.utime(self.path)
-                else:
-                    # It does not exist, is damaged, or has other weights.
+                elif model or self._native.packed_problem(self._handle) == errno.EBADMSG:
+                    # It does not exist, is damaged, or has other weights. If the model was not
+                    # loaded for another reason, such as too little memory, the file may be good.
                     self.path.unlink()
             if model:
                 self._finish(new)
