@@ -257,7 +257,8 @@ class AnswerState:
     ) -> list[Event]:
         """Commit the accepted tokens, the target's token, then forced tokens.
 
-        Where the answer ends, the tokens after it are dropped.
+        Where the answer ends, the tokens after it are dropped. If no token can follow the accepted
+        ones, it ends with a `failure` after them, as it would without a draft.
 
         Args:
             draft: The draft; `NO_DRAFT` if there was none.
@@ -270,7 +271,7 @@ class AnswerState:
             The events of the draft and its verdict, if there was a draft, then that of the tokens.
 
         Raises:
-            BackendError: If no token can follow the accepted ones, or the grammar fails.
+            BackendError: If the grammar fails.
         """
         round_number = 0 if result is None else self.stats.n_rounds + 1
         target_kind: TokenKind = "plain"
@@ -282,6 +283,25 @@ class AnswerState:
             events += self._draft_events(draft, verdict, target_kind, now_s, round_number)
 
         n_certain_before = self._n_certain
+        pieces = self._commit_verified(draft, verdict, target_kind, logits)
+        if self.text_state.has_grammar:
+            pieces += self._commit_forced()
+        if result is not None:
+            result.n_forced = self._n_certain - n_certain_before
+        return [*events, self._committed_event(pieces, now_s, round_number, result)]
+
+    def _commit_verified(
+        self,
+        draft: Draft,
+        verdict: Verdict,
+        target_kind: TokenKind,
+        logits: Logits,
+    ) -> list[Piece]:
+        """Commit the accepted tokens, then the target's token, up to the end of the answer.
+
+        The arguments are those of `commit_verdict`; `target_kind` is the kind of the target's
+        token.
+        """
         pieces: list[Piece] = []
         row = 0  # of the logits from which the next token was chosen
         for node in verdict.path:
@@ -290,18 +310,14 @@ class AnswerState:
             pieces.append(self._with_logprobs(piece, logits[row]))
             row = node + 1
             if self.finish_reason is not None:
-                break
-        if self.finish_reason is None:
-            if verdict.failure is not None:
-                raise verdict.failure
-            token = verdict.next_token
-            piece = Piece(token, self.commit(token), target_kind, "target")
-            pieces.append(self._with_logprobs(piece, logits[row]))
-        if self.text_state.has_grammar:
-            pieces += self._commit_forced()
-        if result is not None:
-            result.n_forced = self._n_certain - n_certain_before
-        return [*events, self._committed_event(pieces, now_s, round_number, result)]
+                return pieces
+        if verdict.failure is not None:
+            self.failure = verdict.failure
+            return pieces
+        token = verdict.next_token
+        piece = Piece(token, self.commit(token), target_kind, "target")
+        pieces.append(self._with_logprobs(piece, logits[row]))
+        return pieces
 
     def take_forced(self, now_s: float) -> list[Event]:
         """Commit the tokens that the grammar forces at the start of the answer.

@@ -348,7 +348,7 @@ class Loop:
             hidden: The hidden states of the whole batch, if a drafter reads them.
 
         Returns:
-            The events; empty if the answer failed.
+            The events. If the answer failed, these are only those of the tokens before that.
         """
         draft = result.draft
         n_before = len(answer.tokens)
@@ -358,6 +358,8 @@ class Loop:
         except BackendError as error:  # the grammar goes no further, or a logit is not a number
             answer.failure = error
             return []
+        if answer.failure is not None:  # after accepted tokens
+            return events
         result.path = verdict.path
         result.committed = tuple(answer.tokens[n_before:])
 
