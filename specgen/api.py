@@ -337,7 +337,7 @@ class Model:
 
         Returns:
             The request, with the answer as `text`, the numbers of tokens as `usage`, and its
-            figures in `finished`.
+            figures in `summary`.
 
         Raises:
             PromptError: If the prompt is empty, too long, or refused by the chat template.

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _MISSING = frozenset(
     [
         *("ctx", "eval", "eval_logits", "eval_tokens", "generate", "input_ids", "load_state"),
-        *("sample", "save_state", "scores", "set_cache"),
+        *("sample", "save_state", "scores"),
     ]
 )
 
@@ -275,6 +275,9 @@ class Llama:
 
     def reset(self) -> None:
         """Do nothing: an answer never depends on earlier ones."""
+
+    def set_cache(self, cache: object) -> None:
+        """Do nothing: the prefixes of earlier prompts are reused in any case."""
 
     def create_completion(
         self,

@@ -230,7 +230,7 @@ class Request:
     slot: Slot | None = None
     #: The state of the answer; None unless the request is being served.
     answer: AnswerState | None = None
-    #: The summary; None until the answer is finished, and if it fails.
+    #: The same as `summary`; None until the answer is finished, and if it fails.
     finished: FinishedEvent | None = None
     #: The error that ended the answer early; None if there was none.
     failure: SpecgenError | None = None
@@ -297,7 +297,7 @@ class Request:
             SpecgenError: If the answer failed.
             RuntimeError: If the answer is not finished yet.
         """
-        finished = self._summary
+        finished = self.summary
         # `thoughts` are set only with a grammar: the text is then what the grammar describes.
         if self.settings.thoughts is not None:
             _, answer = split_thought(self.prompt.text, finished.text)
@@ -312,7 +312,7 @@ class Request:
             SpecgenError: If the answer failed.
             RuntimeError: If the answer is not finished yet.
         """
-        finished = self._summary
+        finished = self.summary
         return Usage(
             prompt_tokens=finished.n_prompt_tokens,
             completion_tokens=finished.n_tokens,
@@ -320,8 +320,13 @@ class Request:
         )
 
     @property
-    def _summary(self) -> FinishedEvent:
-        """The summary of the finished answer; raises what `text` raises."""
+    def summary(self) -> FinishedEvent:
+        """The reason why the answer ended, and its figures.
+
+        Raises:
+            SpecgenError: If the answer failed.
+            RuntimeError: If the answer is not finished yet.
+        """
         if self.failure is not None:
             raise self.failure
         if self.finished is None:

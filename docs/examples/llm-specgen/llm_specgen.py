@@ -210,8 +210,7 @@ def _answer(
             if isinstance(event, specgen.CommittedEvent) and event.text:
                 yield event.text
 
-    finished = answer.finished
-    assert finished is not None, "the answer is finished when its stream ends"
+    finished = answer.summary
     response.set_resolved_model(model.target)
     response.set_usage(
         input=finished.n_prompt_tokens,
