@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <system_error>
 
 #include "packed/allowance.h"
 #include "packed/packed_weights.h"
@@ -119,11 +120,16 @@ void PackedFile::read_ahead() {
     }
     if (static_cast<double>(size_) > 0.75 * usable_bytes) return;
     static constexpr size_t piece = 8 << 20;
-    reader_ = std::thread([this] {
+    const auto read = [this] {
         for (size_t start = 0; start < size_ && !is_ending_; start += piece) {
             if (!populate({memory_ + start, std::min(piece, size_ - start)})) return;
         }
-    });
+    };
+    try {
+        reader_ = std::thread(read);
+    } catch (const std::system_error &) {
+        // No more threads: page faults map the pages later.
+    }
 }
 
 // --- its tensors ---

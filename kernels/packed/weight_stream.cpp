@@ -11,6 +11,7 @@
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <system_error>
 
 #include "packed/packed_weights.h"
 #include "packed/pages.h"
@@ -85,7 +86,13 @@ WeightStream::WeightStream(int file, size_t data_start, char *memory,
         let_go(matrix.kept);
         let_go(matrix.streamed);
     }
-    for (std::thread &reader : readers_) reader = std::thread([this] { run(); });
+    for (std::thread &reader : readers_) {
+        try {
+            reader = std::thread([this] { run(); });
+        } catch (const std::system_error &) {
+            break;  // no more threads: one reader, or page faults, do the work
+        }
+    }
 }
 
 WeightStream::~WeightStream() {
@@ -94,7 +101,9 @@ WeightStream::~WeightStream() {
         is_ending_ = true;
     }
     wanted_.notify_all();
-    for (std::thread &reader : readers_) reader.join();
+    for (std::thread &reader : readers_) {
+        if (reader.joinable()) reader.join();
+    }
     for (const StreamedMatrix &matrix : matrices_) {
         if (matrix.kept.copy != nullptr) munmap(matrix.kept.copy, matrix.kept.bytes);
         if (matrix.streamed.copy != nullptr) munmap(matrix.streamed.copy, matrix.streamed.bytes);
@@ -157,7 +166,8 @@ void WeightStream::expect(StreamedMatrix &matrix) {
 }
 
 void WeightStream::begin(StreamedMatrix &matrix) {
-    if (is_forked()) return;
+    const bool has_readers = readers_[0].joinable();
+    if (is_forked() || !has_readers) return;
     std::unique_lock<std::mutex> lock(mutex_);
     current_ = &matrix;
     wanted_.notify_all();

@@ -125,6 +125,7 @@ class WeightStream {
     bool is_ending_ = false;
 
     int process_;
+    // Those that could be started.
     std::thread readers_[2];
 };
 

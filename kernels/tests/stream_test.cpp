@@ -5,15 +5,19 @@
 //   g++ -O1 -std=c++17 -pthread -I. tests/stream_test.cpp packed/weight_stream.cpp -o stream_test
 //   SPECGEN_KERNELS_READ_DELAY_MS=1 ./stream_test FILE
 //
-// It writes a file of 100 MB. tests/llama/test_native_kernels.py runs it with -fsanitize=thread, which
-// finds races of the readers.
+// It writes a file of 100 MB. With `--without-readers`, no thread of the stream can be started.
+// tests/llama/test_native_kernels.py runs it both ways, with -fsanitize=thread to find races of the
+// readers.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -73,10 +77,26 @@ void use(const std::vector<ggml_tensor> &tensors, const char *memory, unsigned s
     }
 }
 
+// While an object of this type is alive, there is no memory for the stack of another thread.
+struct NoMoreThreads {
+    rlimit before;
+
+    NoMoreThreads() {
+        getrlimit(RLIMIT_AS, &before);
+        size_t n_pages = 0;
+        std::ifstream("/proc/self/statm") >> n_pages;
+        const rlim_t bytes = n_pages * sysconf(_SC_PAGESIZE) + (1 << 20);
+        const rlimit limit = {bytes, before.rlim_max};
+        setrlimit(RLIMIT_AS, &limit);
+    }
+    ~NoMoreThreads() { setrlimit(RLIMIT_AS, &before); }
+};
+
 }  // namespace
 
 int main(int n_arguments, char **arguments) {
-    if (n_arguments != 2) return 2;
+    if (n_arguments < 2) return 2;
+    const bool has_readers = n_arguments == 2;
     const int file = write_file(arguments[1]);
     if (file < 0) {
         std::perror(arguments[1]);
@@ -95,7 +115,10 @@ int main(int n_arguments, char **arguments) {
     }
     std::atomic<int> n_wrong{0};
     {
+        std::unique_ptr<NoMoreThreads> limit;
+        if (!has_readers) limit = std::make_unique<NoMoreThreads>();
         WeightStream stream(file, data_start, memory, packed, max_bytes);
+        limit.reset();
         for (const ggml_tensor &tensor : tensors) expect_weights(&tensor);
         std::vector<std::thread> threads;
         for (unsigned i = 0; i < n_threads; i++) {
