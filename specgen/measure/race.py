@@ -111,7 +111,7 @@ class RaceFigures:
     time_to_first_token_s: float | None
     #: Tokens per second after the first token.
     tokens_per_s: float | None
-    #: The share of drafted tokens that the target accepted.
+    #: Accepted tokens per drafted position; the branches of a tree share their positions.
     acceptance_rate: float | None
     #: How many times as fast as plain decoding it was; None if the race was interrupted.
     speedup: float | None

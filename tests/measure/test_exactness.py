@@ -430,6 +430,26 @@ def test_verdicts() -> None:
     assert found["sampled"][0]["test"]["n_cells"] == 2
 
 
+def test_a_second_interruption_keeps_the_results_so_far(models: Path) -> None:
+    def interrupt(name: str, _done: int, _total: int) -> None:
+        if "at once" in name:
+            raise KeyboardInterrupt
+
+    with opened(models, max_tokens=12, temperature=0.0) as session:
+        report = run_checks(
+            session,
+            {1: session.prompts.of_text(PROMPT, chat=False)},
+            ways_to_draft(EAGER),
+            check="both",
+            sampling=SamplerOptions(temperature=0.8, seed=0),
+            n_samples=120,
+            progress=interrupt,
+            interrupted=lambda: False,
+        )
+    assert len(report.greedy) == 1
+    assert report.verdict == "interrupted"
+
+
 def test_all_checks_share_one_progress(models: Path) -> None:
     shown: list[tuple[str, int, int]] = []
     with opened(models, max_tokens=12, temperature=0.0) as session:
