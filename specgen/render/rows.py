@@ -43,6 +43,7 @@ _REPLACED_RANGES = (
     range(0x202A, 0x202F),  # characters that reorder text on the screen
     range(0x2066, 0x206A),  # the same
     range(0xD800, 0xE000),  # surrogates, which UTF-8 cannot encode
+    range(0xFFFE, 0x10000),  # no characters: XML, and with it an SVG, may not contain them
 )
 
 

@@ -179,6 +179,12 @@ def test_each_token_appears_when_it_came() -> None:
     assert "url(" not in svg  # nothing is loaded from elsewhere
 
 
+@pytest.mark.parametrize("text", ["\uffff", "\ufffe", "\0", "\x1b[2J", "\ud800", "]]>", "</text>"])
+def test_any_text_is_valid_in_the_picture(text: str) -> None:
+    answer = Script(draft="none").prompt().plain(f"The {text}").finish()
+    ET.fromstring(race_picture(raced(answer, answer)).encode())
+
+
 def test_lines_of_code_stay_lines_in_the_picture() -> None:
     scripts = Script(draft="none").prompt(), Script().prompt()
     for script in scripts:

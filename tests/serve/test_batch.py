@@ -191,6 +191,8 @@ def test_the_summary_mentions_drafts_and_caches_if_there_were_any() -> None:
         ([(32, 4), (64, 0)], (None, None), (1, 32, 4)),
         ([(32, 4), (32, 4)], (None, 1), (8, 8, 1)),
         ([(32, 4)], (2, 0.5), (8, 2, 0.5)),
+        ([(20, 1)], (None, 0.2), (5, 4, 0.2)),
+        ([(1, 0)], (0.1, None), (10, 0.1, 0)),
     ],
 )
 def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(

@@ -21,6 +21,7 @@ from tests.helpers.chat_page import (
     opened,
     page,
     question,
+    reply,
     rows,
     send,
     turn,
@@ -156,6 +157,23 @@ def test_everything_has_a_name_for_screen_readers(page: Page) -> None:
         assert page.locator(f"css=body >> role={role}").count() == 1, role
 
 
+def test_a_copy_keeps_the_focus_where_there_is_no_clipboard(
+    browser: Browser, server: Running
+) -> None:
+    """Browsers offer it only over HTTPS and on the loopback."""
+    with browser.new_context() as context:
+        context.add_init_script("Object.defineProperty(navigator, 'clipboard', {});")
+        page = context.new_page()
+        page.goto(server.url)
+        ask(page)
+        button = turn(page).locator(".copy")
+        button.press("Enter")
+        expect(button).to_have_text("Copied")
+        expect(button).to_be_focused()
+        question(page).press("Control+v")
+        expect(question(page)).not_to_have_value("")
+
+
 # --- what can be seen ----------------------------------------------------------------------------
 
 
@@ -240,10 +258,24 @@ def test_texts_and_borders_have_enough_contrast(shown_page: Page) -> None:
 
 def test_nothing_is_wider_than_the_window(shown_page: Page) -> None:
     width = shown_page.viewport_size["width"] if shown_page.viewport_size else 0
+    long_word = "x" * 400
     parts = "() => [document.documentElement, document.body, document.querySelector('main')].map("
     measure = parts + "each => each.scrollWidth)"
     assert max(shown_page.evaluate(measure)) <= width
     show_everything(shown_page)
+    assert max(shown_page.evaluate(measure)) <= width
+    # A thought, an answer, an error and a notice that are one long word.
+    deltas = ({"reasoning_content": long_word}, {"content": long_word})
+    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    failure = {"error": {"message": long_word}}
+    shown_page.unroute(API)
+    shown_page.route(API, lambda route: reply(route, *chunks, failure))
+    send(shown_page, long_word)
+    expect(turn(shown_page).get_by_role("alert")).to_have_text(long_word)
+    shown_page.evaluate(
+        "async text => (await import('./page/notice.js')).showNotice(text)", long_word
+    )
+    expect(shown_page.locator("#notice")).to_be_visible()
     assert max(shown_page.evaluate(measure)) <= width
     shown_page.get_by_role("button", name="Settings").click()
     panel = shown_page.get_by_role("dialog")

@@ -46,6 +46,25 @@ def show(page: Page, text: str) -> Any:
     return turn(page).locator(".answer")
 
 
+def test_each_paragraph_has_the_direction_of_its_script(page: Page) -> None:
+    shown = show(page, "شرح للدالة `f(a)` هنا.\n\nEnglish.\n\n- أولاً!\n\n```\nf(b)  # شرح\n```")
+    # The element that begins on the right, and the last sign of its text, which is on the left.
+    arabic, english = shown.locator("p").all()
+    place = """element => {
+        const range = document.createRange();
+        range.selectNodeContents(element);
+        const text = range.getBoundingClientRect();
+        const box = element.parentElement.getBoundingClientRect();
+        return text.left - box.left > box.right - text.right ? "right" : "left";
+    }"""
+    assert arabic.evaluate(place) == "right"
+    assert english.evaluate(place) == "left"
+    for code in shown.locator("code").all():
+        assert code.evaluate("code => getComputedStyle(code).direction") == "ltr"
+    expect(shown).to_have_css("direction", "rtl")
+    expect(turn(page).locator(".question")).to_have_css("direction", "ltr")
+
+
 # --- code ----------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, FilePayload, Page, Route, expect
 
 from specgen.serve.server.options import Limits, ServerOptions
 from tests.helpers.browser import browser, keeping_browser
@@ -46,6 +46,11 @@ def new(page: Page) -> None:
 
 def questions(page: Page) -> list[str]:
     return page.locator(".turn .question").all_text_contents()
+
+
+def import_file(page: Page, text: str) -> None:
+    file = FilePayload(name="a.json", mimeType="application/json", buffer=text.encode())
+    page.locator("#import-file").set_input_files(file)
 
 
 # --- the list ------------------------------------------------------------------------------------
@@ -168,6 +173,16 @@ def test_a_key_opens_the_menu_of_a_conversation(page: Page, key: str) -> None:
     page.keyboard.press("End")
     page.keyboard.press("Enter")
     expect(page.get_by_role("button", name="Undo")).to_be_focused()
+
+
+def test_a_long_title_does_not_end_with_half_a_character(page: Page, tmp_path: Path) -> None:
+    answer_every_request(page, "hi")
+    ask(page, "x" + "\N{MATHEMATICAL BOLD CAPITAL A}" * 80)
+    title = rows(page).locator(".title").text_content() or ""
+    assert title == "x" + "\N{MATHEMATICAL BOLD CAPITAL A}" * 59 + " …"
+    with page.expect_download() as download:
+        act(page, title, "Save as JSON")
+    assert download.value.suggested_filename == f"x{title[1].lower() * 39}.json"
 
 
 def test_a_conversation_is_renamed(page: Page) -> None:
@@ -356,6 +371,10 @@ def test_a_browser_that_stores_nothing_can_still_chat(browser: Browser, server: 
         page.get_by_role("button", name="Regenerate").last.click()
         assert answer(page)
         assert questions(page) == [QUESTION, "a dog"]
+        file = {"format": "specgen conversation", "turns": [{"question": "a", "answer": "b"}]}
+        page.evaluate("document.getElementById('notice').textContent = ''")
+        import_file(page, json.dumps(file))
+        expect(page.get_by_role("alert")).to_contain_text("does not store conversations")
 
 
 # --- several tabs --------------------------------------------------------------------------------
@@ -570,6 +589,18 @@ def test_replaced_turns_can_be_brought_back(page: Page) -> None:
     answer(page)
     ask(page, "a horse")
     expect(page.get_by_role("button", name="Undo")).to_be_hidden()
+
+
+def test_two_quick_clicks_ask_a_question_once(page: Page) -> None:
+    ask(page)
+    # Both clicks come before the page has looked up what is stored.
+    turn(page).locator(".retry").evaluate("button => { button.click(); button.click(); }")
+    assert answer(page)
+    assert questions(page) == [QUESTION]
+    page.get_by_role("button", name="Edit question").click()
+    expect(page.get_by_role("button", name="Edit question")).to_be_hidden()
+    page.get_by_role("textbox", name="Edited question").press("Escape")
+    expect(page.get_by_role("button", name="Edit question")).to_be_focused()
 
 
 def test_the_same_answer_is_explained(page: Page) -> None:

@@ -7,10 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.helpers.browser import browser
-from tests.helpers.chat_page import API, CHATTING, answer, ask, page, question, send, turn
+from tests.helpers.chat_page import (
+    API,
+    CHATTING,
+    answer,
+    answer_every_request,
+    ask,
+    page,
+    question,
+    rows,
+    send,
+    turn,
+)
 from tests.helpers.server import Running, serves
 
 __all__ = ["browser", "page"]
@@ -123,6 +134,35 @@ def test_files_that_only_together_are_too_long(page: Page, tmp_path: Path) -> No
     expect(page.locator("#notice")).to_be_hidden()
     give(page, "drop", {"two.txt": half}, tmp_path)
     expect(page.locator("#notice")).to_contain_text("The files together have")
+
+
+def test_a_question_with_a_file_stays_in_its_conversation(page: Page, tmp_path: Path) -> None:
+    answer_every_request(page, "hi")
+    ask(page, "the first one")
+    page.get_by_role("button", name="New conversation").click()
+    give(page, "drop", {"one.txt": "the cat"}, tmp_path)
+    expect(page.locator("#files")).to_contain_text("tokens")
+    # Counting its tokens takes until the user looks at another conversation.
+    waiting: list[Route] = []
+
+    def hold(route: Route) -> None:
+        waiting.append(route)
+
+    page.route("**/input_tokens", hold)
+    with page.expect_request("**/input_tokens"):
+        question(page).fill("the second one")
+        question(page).press("Enter")
+    question(page).press("Enter")
+    question(page).press("a")
+    rows(page).first.click()
+    expect(page.locator(".turn .question")).to_have_text("the first one")
+    waiting[0].continue_()
+    expect(rows(page)).to_have_count(2)
+    assert len(waiting) == 1
+    expect(page.locator(".turn .question")).to_have_text(["the first one"])
+    rows(page).filter(has_text="the second one").click()
+    expect(page.locator(".turn .question")).to_have_text(["the second one"])
+    expect(question(page)).to_have_value("")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ _N_PORTIONS = 4
 _MIN_LINES_PER_SLOT = 4
 #: The assumed number of answers at once if the actors choose it themselves.
 _ASSUMED_PARALLEL = 16
+#: The smallest share of a CPU or GPU that Ray tells apart.
+_RAY_UNIT = 1e-4
 #: Time between checks for Ctrl-C, in seconds.
 _CHECK_S = 0.2
 #: Time limit for connecting to a cluster, in seconds.
@@ -120,7 +122,7 @@ def _default_cpus(nodes: Sequence[tuple[float, float]], gpus: float) -> float:
     node_cpus, node_gpus = max(suitable_nodes, default=(0.0, 0.0))
     if not gpus:
         return node_cpus
-    n_actors = max(1, node_gpus // gpus)
+    n_actors = max(1, _n_shares(node_gpus, gpus))
     return node_cpus // n_actors
 
 
@@ -131,10 +133,18 @@ def _n_fitting(
 ) -> int:
     """Return the number of actors that a node has room for."""
     node_cpus, node_gpus = node
-    n_actors = node_cpus // cpus
+    n_actors = _n_shares(node_cpus, cpus)
     if gpus:
-        n_actors = min(n_actors, node_gpus // gpus)
-    return int(n_actors)
+        n_actors = min(n_actors, _n_shares(node_gpus, gpus))
+    return n_actors
+
+
+def _n_shares(resource: float, share: float) -> int:
+    """Return how often a share fits into a resource: 0.2 fits into 1 five times.
+
+    `1 // 0.2` would be 4, since no float is exactly 0.2. Ray itself counts in units of `_RAY_UNIT`.
+    """
+    return round(resource / _RAY_UNIT) // max(1, round(share / _RAY_UNIT))
 
 
 # --- the cluster ----------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ export class Answerer {
 
   // The body of the request, without the oldest turns if they do not fit into the context.
   async #requestBody(conversation, turn, signal) {
+    await this.#modelMenu.fillIfEmpty();
     const fields = { return_progress: true, ...requestFields() };
     const bodyWithout = (nTurns) => ({
       messages: withSystemPrompt([...conversation.messages(nTurns), turn.questionMessage()]),

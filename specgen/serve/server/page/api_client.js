@@ -28,6 +28,8 @@ export class ServerError extends Error {
 
 export class ApiClient {
   #askForKey;
+  // The API key; null if there is none.
+  #key = storedKey();
 
   /**
    * @param {function(boolean): Promise<string|null>} askForKey - asks the user for an API key, and
@@ -107,7 +109,7 @@ export class ApiClient {
    */
   async request(address, options = {}) {
     for (;;) {
-      const key = sessionStorage.getItem(API_KEY_ITEM);
+      const key = this.#key;
       const response = await orServerError(fetchWithKey(address, options, key), UNREACHABLE);
       if (response.ok) {
         return response;
@@ -115,7 +117,9 @@ export class ApiClient {
       if (response.status !== 401) {
         throw await errorOf(response);
       }
-      await this.#replaceKey(key);
+      if (key === this.#key) { // it was not replaced for another request meanwhile
+        await this.#replaceKey();
+      }
     }
   }
 
@@ -128,13 +132,34 @@ export class ApiClient {
     });
   }
 
-  async #replaceKey(rejectedKey) {
-    sessionStorage.removeItem(API_KEY_ITEM);
-    const newKey = await this.#askForKey(rejectedKey !== null);
-    if (newKey === null) {
+  async #replaceKey() {
+    const isRejected = this.#key !== null;
+    this.#key = await this.#askForKey(isRejected);
+    storeKey(this.#key);
+    if (this.#key === null) {
       throw new ServerError("The server requires an API key.");
     }
-    sessionStorage.setItem(API_KEY_ITEM, newKey);
+  }
+}
+
+// The key that was stored in this tab; null if there is none, or if the storage is blocked.
+function storedKey() {
+  try {
+    return sessionStorage.getItem(API_KEY_ITEM);
+  } catch {
+    return null;
+  }
+}
+
+function storeKey(key) {
+  try {
+    if (key === null) {
+      sessionStorage.removeItem(API_KEY_ITEM);
+    } else {
+      sessionStorage.setItem(API_KEY_ITEM, key);
+    }
+  } catch {
+    // Blocked: the page asks for the key again when it is reloaded.
   }
 }
 

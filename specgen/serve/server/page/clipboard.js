@@ -13,10 +13,12 @@ export async function copyText(text) {
 }
 
 function copyFromTextField(text) {
+  const focused = document.activeElement;
   const field = document.createElement("textarea");
   field.value = text;
   document.body.append(field);
   field.select();
   document.execCommand("copy");
   field.remove();
+  focused.focus({ preventScroll: true });
 }

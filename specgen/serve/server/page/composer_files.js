@@ -76,6 +76,7 @@ export class ComposerFiles {
 
   async #count(attachments) {
     try {
+      await this.#modelMenu.fillIfEmpty();
       const { model } = requestFields();
       for (const attachment of attachments) {
         attachment.nTokens = await this.#client.countTextTokens(model, fenced(attachment));

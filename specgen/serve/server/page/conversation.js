@@ -98,7 +98,7 @@ export class Conversation {
     return this.#turns.find((turn) => turn.element.contains(element));
   }
 
-  /** Remove a turn and all later ones, and return how many these are. */
+  /** Remove a turn and all later ones, and return how many these are; 0 if it is not there. */
   removeFrom(turn) {
     const nBefore = this.#turns.indexOf(turn);
     return nBefore < 0 ? 0 : this.#cut(nBefore);

@@ -1,6 +1,6 @@
 import { downloadJson, downloadMarkdown, importedConversation } from "./conversation_export.js";
 import { closeList } from "./list_panel.js";
-import { showNotice } from "./notice.js";
+import { NOT_STORED, showNotice } from "./notice.js";
 import { focusUndo, offerUndo } from "./undo_bar.js";
 
 /** What can be done with a stored conversation. The address tells the page which one to show. */
@@ -36,8 +36,13 @@ export class ConversationActions {
       showNotice(`${file.name} is not a conversation that was saved as JSON.`);
       return;
     }
-    const { id } = await this.#store.save(conversation);
-    location.hash = id;
+    try {
+      const { id } = await this.#store.save(conversation);
+      location.hash = id;
+    } catch (error) {
+      console.warn(error); // the storage is full or blocked
+      showNotice(NOT_STORED);
+    }
   }
 
   async delete(id) {

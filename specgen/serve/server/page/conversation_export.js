@@ -6,8 +6,8 @@ import { newId } from "./identifiers.js";
 import { questionWithFiles } from "./question_files.js";
 
 const FORMAT = "specgen conversation";
-// The maximum length of a file's name, without its ending.
-const MAX_NAME_LENGTH = 40;
+// The beginning of a file's name, without its ending: up to 40 characters, and not half of one.
+const NAME_BEGINNING = /^.{0,40}/u;
 
 /** @param {import("./conversation_store.js").SavedConversation} conversation */
 export function downloadMarkdown(conversation) {
@@ -112,5 +112,6 @@ function timeOf(text) {
 
 function fileNameOf(conversation) {
   const words = titleOf(conversation).toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
-  return words.join("-").slice(0, MAX_NAME_LENGTH).replace(/-$/, "") || "conversation";
+  const [start] = NAME_BEGINNING.exec(words.join("-"));
+  return start.replace(/-$/, "") || "conversation";
 }

@@ -1,4 +1,5 @@
-const MAX_LENGTH = 60;
+// The beginning of a title: up to 60 characters, and not half of one.
+const BEGINNING = /^.{0,60}/su;
 
 /**
  * Return the title of a conversation: the user's, or the beginning of the first question.
@@ -16,9 +17,9 @@ export function titleOf({ title, turns }) {
 
 // The beginning of a text, up to the end of a word.
 function shortened(text) {
-  if (text.length <= MAX_LENGTH) {
+  const [start] = BEGINNING.exec(text);
+  if (start.length === text.length) {
     return text;
   }
-  const start = text.slice(0, MAX_LENGTH);
   return `${start.replace(/\s+\S*$/, "")} …`;
 }

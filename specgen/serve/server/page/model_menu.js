@@ -33,11 +33,21 @@ export class ModelMenu {
     }
   }
 
+  /** Offer the server's models if they are not known, because it could not be reached before. */
+  async fillIfEmpty() {
+    if (this.#menu.length === 0) {
+      await this.fill();
+    }
+  }
+
   /** Show which model answers and what drafts for it, as far as the server knows. */
   async describe() {
     const model = this.#menu.value;
     try {
-      this.#show(model, await this.#client.properties(model));
+      const properties = await this.#client.properties(model);
+      if (model === this.#menu.value) { // the user has not chosen another one meanwhile
+        this.#show(model, properties);
+      }
     } catch (error) {
       showNotice(messageOf(error));
     }

@@ -38,7 +38,7 @@ const view = new ConversationView(elementOf("conversation"));
 const keepEndInView = (change) => view.keepEndInView(change);
 const client = new ApiClient(askForKey);
 const modelMenu = new ModelMenu(client);
-const answerer = new Answerer(client, modelMenu, keepEndInView, showRunning);
+const answerer = new Answerer(client, modelMenu, keepEndInView, showState);
 const composerFiles = new ComposerFiles(client, modelMenu);
 const inspector = new TokenInspector(client, elementOf("conversation"), (element) =>
   current.turnWith(element),
@@ -208,7 +208,7 @@ function show(conversation) {
   view.show(conversation);
   inspector.closeWithoutTurn();
   showIdentity();
-  showRunning();
+  showState();
 }
 
 // Tell in the address, in the list and in the window's title which conversation is shown.
@@ -318,13 +318,19 @@ async function followStore(id, isFromOtherTab) {
 // --- asking --------------------------------------------------------------------------------------
 
 async function send() {
+  const conversation = current;
   const text = question.value.trim();
-  if (text === "" || answerer.isAnswering(current) || !(await composerFiles.fit(text))) {
+  if (text === "" || question.readOnly || answerer.isAnswering(conversation)) {
     return;
   }
-  if (!answerer.isAnswering(current)) { // it was not sent a second time meanwhile
+  // Counting the tokens of files takes time. The question stays as it was sent, and belongs to its
+  // conversation even if the user goes on to another one.
+  question.readOnly = true;
+  const fits = await composerFiles.fit(text);
+  question.readOnly = false;
+  if (fits && !answerer.isAnswering(conversation)) {
     question.value = "";
-    ask(current, text, composerFiles.take());
+    ask(conversation, text, composerFiles.take());
   }
 }
 
@@ -342,9 +348,10 @@ async function ask(conversation, text, attachments) {
   return turn;
 }
 
-// Show whether an answer to the conversation is arriving.
-function showRunning() {
+// Show whether the conversation is empty, and whether an answer to it is arriving.
+function showState() {
   const isRunning = answerer.isAnswering(current);
+  document.body.classList.toggle("empty", current.isEmpty);
   const hadFocus = [sendButton, stopButton].includes(document.activeElement);
   sendButton.hidden = isRunning;
   stopButton.hidden = !isRunning;

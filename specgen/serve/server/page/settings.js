@@ -33,7 +33,7 @@ export function saveSettings() {
 
 /** Show the settings as they were saved, but for those that the menu of models restores. */
 export function restoreSettings() {
-  const values = loadItem("settings") ?? {};
+  const values = savedSettings();
   for (const name of NAMES) {
     const isOfMenu = name === "model" || name === "draft";
     if (name in values && !isOfMenu) {
@@ -51,7 +51,13 @@ export function onOtherTabsSettings(listener) {
 
 /** Return a setting as it was last saved; undefined if it never was. */
 export function savedSetting(name) {
-  return loadItem("settings")?.[name];
+  return savedSettings()[name];
+}
+
+// All settings as they were last saved; an empty object if they never were, or cannot be read.
+function savedSettings() {
+  const values = loadItem("settings");
+  return values instanceof Object ? values : {};
 }
 
 function valueProperty(element) {

@@ -12,11 +12,17 @@ export function listenToPanel() {
     resetNumbers();
     saveSettings();
   });
-  // A value that is not valid is not stored, and gone when the panel is closed by Escape.
+  // A value that is not valid is not stored, and gone when the panel is closed by Escape: the last
+  // valid one takes its place, if there is one.
   panel.addEventListener("change", () => {
     if (form.checkValidity()) {
       saveSettings();
     }
   });
-  panel.addEventListener("close", restoreSettings);
+  panel.addEventListener("close", () => {
+    for (const field of form.querySelectorAll("input:invalid")) {
+      field.value = "";
+    }
+    restoreSettings();
+  });
 }

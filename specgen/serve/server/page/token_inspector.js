@@ -56,7 +56,7 @@ export class TokenInspector {
 
   close() {
     const hadFocus = this.#panel.contains(document.activeElement);
-    this.#panel.hidden = true;
+    this.#setOpen(false);
     unmark();
     if (hadFocus) {
       this.#opener.focus();
@@ -93,6 +93,12 @@ export class TokenInspector {
     }
   }
 
+  // The style sheet makes room for the panel.
+  #setOpen(isOpen) {
+    this.#panel.hidden = !isOpen;
+    document.body.classList.toggle("inspecting", isOpen);
+  }
+
   #listenToPanel() {
     const panel = this.#panel;
     panel.querySelector(".previous").addEventListener("click", () => this.#step(-1));
@@ -125,7 +131,7 @@ export class TokenInspector {
     this.#number = number;
     if (!this.isOpen) {
       this.#opener = document.activeElement;
-      this.#panel.hidden = false;
+      this.#setOpen(true);
     }
     this.#showToken();
     this.#takeFocus();

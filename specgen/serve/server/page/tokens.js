@@ -20,6 +20,8 @@ const MEANINGS = {
   plain: "chosen by the target model without a draft",
 };
 
+// The kinds in the legend. Only grammars force tokens, and the page asks for none.
+const LEGEND = ["accepted", "rejected", "corrected", "bonus", "plain"];
 const HINT = "Click a token to see what was drafted there, and how likely it was.";
 const DRAFTERS = { model: "the draft model", ngram: "n-grams (earlier text)" };
 
@@ -92,10 +94,10 @@ export function rejectedElement({ text }) {
 export function fillLegend(legend) {
   const summary = legend.querySelector("summary");
   const list = legend.querySelector("dl");
-  for (const [kind, meaning] of Object.entries(MEANINGS)) {
+  for (const kind of LEGEND) {
     summary.append(textElement("span", kind, kind));
     list.append(textElement("dt", kind, kind));
-    list.append(textElement("dd", meaning, ""));
+    list.append(textElement("dd", MEANINGS[kind], ""));
   }
   list.after(textElement("p", HINT, "note"));
 }

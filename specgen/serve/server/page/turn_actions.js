@@ -39,7 +39,7 @@ export class TurnActions {
   /** Let a question be answered again. */
   async retry(turn, conversation) {
     const newTurn = await this.#askAnew(turn, turn.question, conversation);
-    if (newTurn.text === turn.text && newTurn.text !== "") {
+    if (newTurn?.text === turn.text && turn.text !== "") {
       showNotice(SAME_ANSWER);
     }
   }
@@ -64,11 +64,16 @@ export class TurnActions {
     }
   }
 
-  // Ask a question in place of a turn and all later ones, and return the new turn.
+  // Ask a question in place of a turn and all later ones, and return the new turn; null if the turn
+  // was replaced already, by the first of two quick clicks.
   async #askAnew(turn, text, conversation) {
     await this.#answerer.stop(conversation);
     const backup = await this.#backup(conversation);
-    const nLater = conversation.removeFrom(turn) - 1;
+    const nRemoved = conversation.removeFrom(turn);
+    if (nRemoved === 0) {
+      return null;
+    }
+    const nLater = nRemoved - 1;
     const answered = this.#ask(conversation, text, turn.attachments);
     if (backup !== null && (turn.text !== "" || nLater > 0)) {
       this.#offerToRestore(replacedText(conversation.shownTitle, nLater), backup);
