@@ -505,12 +505,11 @@ def test_a_dead_end_is_an_error_and_nothing_wrong_is_reported(kind: str | None, 
     setup = setup_of(grammar({**words(0, depth), depth: {}}), kind, SamplerOptions())
     loop = AnswerLoop(setup.backend(), Clock())
     generation = setup.generation()
-    shown = ""
+    events: list[Event] = []
     with pytest.raises(NoTokenAllowedError, match="the grammar allows no token here"):
-        for event in loop.run(generation):
-            assert not isinstance(event, NoticeEvent)
-            if isinstance(event, CommittedEvent):
-                shown += event.text
+        events.extend(loop.run(generation))
+    assert not any(isinstance(event, NoticeEvent) for event in events)
+    shown = "".join(event.text for event in events if isinstance(event, CommittedEvent))
     assert generation.answer == whole.generation.answer[:depth]
     assert shown == generation.text.text == whole.summary.text[:depth]
 
