@@ -248,8 +248,8 @@ class _Opening:
         if max(params.n_threads, params.n_threads_batch) > 1:
             use_threads()
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-        params.type_k = CACHE_TYPES[options.cache_type_k].number
-        params.type_v = CACHE_TYPES[options.cache_type_v].number
+        params.type_k = CACHE_TYPES[options.cache_type_k]
+        params.type_v = CACHE_TYPES[options.cache_type_v]
         params.kv_unified = True  # branches of a tree share cells
         params.swa_full = True  # else a sliding window drops cells that a rollback needs
         if size.is_mtp:
