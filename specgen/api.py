@@ -356,7 +356,8 @@ class Model:
     ) -> Generator[str, None, None]:
         """Queue a request, and yield the text of its answer in pieces as it is generated.
 
-        Closing or dropping the iterator cancels the answer. Raises what `generate` raises.
+        Leaving the loop, or dropping the iterator, cancels the answer. Raises what `generate`
+        raises.
         """
         return _texts(self.events(prompt, **options))
 
@@ -566,7 +567,8 @@ class ModelChat:
     ) -> Generator[str, None, None]:
         """Add a message of the user, and yield the text of its answer as it is generated.
 
-        Closing or dropping the iterator cancels the answer. Raises what `Model.generate` raises.
+        Leaving the loop, or dropping the iterator, cancels the answer. Raises what `Model.generate`
+        raises.
         """
         answer = self._submit(text, options)
         return self._stream(answer, self._model.engine.stream(answer))
