@@ -268,7 +268,7 @@ class Chat:
     @property
     def is_greedy(self) -> bool:
         """Whether a question always gets the same answer."""
-        return self._session.options.sampler.greedy
+        return not self._session.settings.sampler.is_random
 
     def ask(self, question: str) -> Generator[Event, None, None]:
         """Answer a question, and yield the events of the answer.

@@ -116,6 +116,7 @@ def test_a_seed_gives_other_answers_to_one_question_and_the_same_next_time(chat:
     assert chat("--temp", "1.5", "--seed", "7", lines=lines).out == first.out
     assert "always the same" not in first.err
     assert "always the same" in chat(lines=lines).err
+    assert "always the same" not in chat("--xtc-probability", "0.5", lines=lines).err
 
 
 def test_commands_in_a_pipe_speak_on_stderr(chat: Chat, tmp_path: Path) -> None:
