@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 @flags.takes_options
 def doctor(
     *,
-    model: str | None = option(
+    model: str | None = flags.target_option(
         None,
-        "--model -m",
         "Also decode with this model: a GGUF file, or the name of a model on this disk.",
-        metavar="FILE|NAME",
     ),
     rpc: str | None = option(
         None,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from specgen.errors import BackendError, OutputError
 from specgen.llama.ggml_signatures import GgmlInitParams
 from specgen.llama.library import forget_log, last_error, llama_cpp, native, procedure
-from specgen.system.files import new_beside, write_errors
+from specgen.system.files import BY_UMASK, PRIVATE, new_beside, write_errors
 
 FloatArray: TypeAlias = NDArray[np.float32]
 IndexArray: TypeAlias = NDArray[np.int32]
@@ -458,13 +458,14 @@ def quantize_file(
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type_name.upper()}")
     params.pure = True
     params.allow_requantize = True
-    write_copy(source, output, params)
+    write_copy(source, output, params, BY_UMASK)
 
 
 def write_copy(
     source: Path,
     output: Path,
     params: Any,
+    mode: int = PRIVATE,
 ) -> None:
     """Let llama.cpp write a changed copy of a model file.
 
@@ -472,6 +473,7 @@ def write_copy(
         source: The model file.
         output: Where the copy is written.
         params: llama.cpp's parameters of a quantisation.
+        mode: The mode of the copy; the umask is subtracted.
 
     Raises:
         BackendError: If llama.cpp cannot convert the file.
@@ -479,7 +481,7 @@ def write_copy(
     """
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-        with new_beside(output) as new:
+        with new_beside(output, mode) as new:
             forget_log()
             status = llama_cpp.llama_model_quantize(
                 os.fsencode(source),

@@ -31,16 +31,16 @@ NOWHERE = Path(os.devnull, "specgen")
 #: The suffix of new files. If their process is killed, they are left behind.
 NEW_SUFFIX = ".new"
 #: The mode of new files that only the user may read.
-_PRIVATE = 0o600
+PRIVATE = 0o600
 #: The mode of new files whose readers the user's umask decides about.
-_BY_UMASK = 0o666
+BY_UMASK = 0o666
 #: Error numbers of a file that cannot be replaced, although it might be written: its folder is
 #: read-only, it is a mount of its own, as in containers, or its name leaves no room for a suffix.
 _NOT_REPLACEABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.ENAMETOOLONG}
 
 
 @contextlib.contextmanager
-def new_beside(path: Path, mode: int = _PRIVATE) -> Iterator[Path]:
+def new_beside(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
     """Create an empty file next to `path`, for the caller to write and then move to `path`.
 
     If it is not moved, it is deleted after the block.
@@ -64,7 +64,7 @@ def new_beside(path: Path, mode: int = _PRIVATE) -> Iterator[Path]:
             new.unlink()
 
 
-def replace_bytes(path: Path, data: bytes, mode: int = _PRIVATE) -> None:
+def replace_bytes(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Replace the content of a file atomically, so that no reader finds half of it.
 
     An existing file keeps its mode. If the path is a link, the file that it leads to is replaced. A
@@ -99,7 +99,7 @@ def write_output(path: Path, data: bytes) -> None:
         OSError: If it cannot be written.
     """
     try:
-        replace_bytes(path, data, _BY_UMASK)
+        replace_bytes(path, data, BY_UMASK)
     except OSError as error:
         if error.errno not in _NOT_REPLACEABLE:
             raise

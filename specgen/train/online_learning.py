@@ -160,7 +160,7 @@ def learn(
     answers = kept_answers.read_answers(folder)
     if len(answers) < MIN_ANSWERS:
         raise UsageError(
-            f"{len(answers)} answers are kept for {target.name}: too few to learn from",
+            f"too few answers are kept for {target.name} to learn from: {len(answers)}",
             hint=f"use --learn until there are {MIN_ANSWERS} or more",
         )
     kept_answers.make_folder(folder)

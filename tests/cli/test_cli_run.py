@@ -51,6 +51,8 @@ def test_a_draft_with_another_type_of_weights(cli: Cli, tmp_path: Path) -> None:
     command = ("models", "quantize", source, copy, "--type", "q8_0")
     assert ended(*command).stdout.startswith(f"{copy}: ")
     assert copy.stat().st_size < Path(source).stat().st_size
+    (tmp_path / "other").touch()
+    assert copy.stat().st_mode == (tmp_path / "other").stat().st_mode  # the umask decides
     again = ended(*command)
     assert (again.returncode, again.stdout) == (2, "")
     assert f"error: {copy} exists" in again.stderr

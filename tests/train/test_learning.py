@@ -204,7 +204,7 @@ def test_a_lesson_that_does_not_come_to_its_end_changes_nothing(models: Path, fo
         keep_answer(folder, KeptAnswer((1, 2), tuple(range(20))))
         return False
 
-    with pytest.raises(UsageError, match="0 answers are kept for target.gguf: too few"):
+    with pytest.raises(UsageError, match="too few answers are kept for target.gguf .*: 0"):
         lesson(models, folder.with_name("none"))
     with (
         locked(folder / "learning.lock", UsageError("held")),
