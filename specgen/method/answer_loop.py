@@ -191,14 +191,8 @@ class AnswerLoop(Loop):
         if n_rows == n_round_rows:  # nothing was added
             return decoded
 
-        # The round pays what its rows would have cost alone, the prefill the rest; if its rows are
-        # free, nothing.
-        round_share = n_round_rows / n_rows
-        if n_free_rows:
-            round_share = 1.0
-        elif costs:
-            round_share = costs.seconds(n_round_rows) / costs.seconds(n_rows)
-        prefill_s = (self.target.decode_s - decode_s_before) * (1.0 - min(1.0, round_share))
+        prefill_share = _prefill_share(n_round_rows, n_rows, costs, n_free_rows)
+        prefill_s = (self.target.decode_s - decode_s_before) * prefill_share
         last_logits = decoded.logits[-1:] if is_last else None
         started_s = self.clock() - prefill_s
         try:
@@ -353,3 +347,27 @@ class AnswerLoop(Loop):
             spent_s=answer.stats.wall_s,
             pieces=scored_pieces,
         )
+
+
+def _prefill_share(
+    n_round_rows: int,
+    n_rows: int,
+    costs: CostTable,
+    n_free_rows: int,
+) -> float:
+    """Return the share of a decode's time that belongs to the prompt in its batch, 0 to 1.
+
+    The round pays what its rows would have cost alone, and the prefill the rest; if its rows are
+    free, nothing.
+
+    Args:
+        n_round_rows: The number of the round's rows.
+        n_rows: The number of all rows in the batch.
+        costs: The costs of the target's batches.
+        n_free_rows: See `AnswerLoop.decode_alongside`.
+    """
+    if n_free_rows:
+        return 0.0
+    if not costs:
+        return 1.0 - n_round_rows / n_rows
+    return max(0.0, 1.0 - costs.seconds(n_round_rows) / costs.seconds(n_rows))

@@ -317,7 +317,7 @@ def test_numbers_of_numpy_become_pythons() -> None:
             draft,
             tokens=tuple(np.array(draft.tokens)),
             parents=tuple(np.array(draft.parents)),
-            probabilities=(np.float32(0.5),) * len(draft),
+            probabilities=cast(tuple[float, ...], (np.float32(0.5),) * len(draft)),
         )
 
     _, events = Setup(drafter=NonsenseDrafter(good(), 0, numpy_draft)).run()
