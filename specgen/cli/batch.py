@@ -426,6 +426,10 @@ def _ray_cluster(
     if address not in ("local", "auto") and not is_host_and_port:
         hint = "give HOST:PORT as `ray start --head` prints it, or auto, or local"
         raise UsageError(f"--ray {address}: not the address of a cluster", hint)
+    if gpus_per_worker is not None and gpus_per_worker > 1 and not gpus_per_worker.is_integer():
+        hint = "give a whole number, or a share of one GPU such as 0.5"
+        problem = f"--gpus-per-worker {gpus_per_worker:g}: Ray divides only single GPUs"
+        raise UsageError(problem, hint)
     from specgen.serve.batch.on_ray import Cluster
 
     return Cluster(address, cpus_per_worker, gpus_per_worker)

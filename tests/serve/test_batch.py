@@ -193,6 +193,7 @@ def test_the_summary_mentions_drafts_and_caches_if_there_were_any() -> None:
         ([(32, 4)], (2, 0.5), (8, 2, 0.5)),
         ([(20, 1)], (None, 0.2), (5, 4, 0.2)),
         ([(1, 0)], (0.1, None), (10, 0.1, 0)),
+        ([(6, 1)], (None, 0.33333), (3, 2, 0.3333)),
     ],
 )
 def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
@@ -378,6 +379,7 @@ def test_a_batch_ends_without_free_cpus_and_after_an_interruption(
         (("--ray", "somewhere"), "not the address"),
         (("--ray", "local", "--rpc", "h:1"), "--ray and --rpc exclude each other"),
         (("--gpus-per-worker", "1"), "go with --ray"),
+        (("--ray", "local", "--gpus-per-worker", "1.5"), "Ray divides only single GPUs"),
         (("--ray", "local"), "hint: pip install 'specgen-gguf[ray]'\n"),
     ],
 )

@@ -32,8 +32,8 @@ _N_PORTIONS = 4
 _MIN_LINES_PER_SLOT = 4
 #: The assumed number of answers at once if the actors choose it themselves.
 _ASSUMED_PARALLEL = 16
-#: The smallest share of a CPU or GPU that Ray tells apart.
-_RAY_UNIT = 1e-4
+#: The number of decimals that Ray accepts in a number of CPUs or GPUs.
+_N_DECIMALS = 4
 #: Time between checks for Ctrl-C, in seconds.
 _CHECK_S = 0.2
 #: Time limit for connecting to a cluster, in seconds.
@@ -105,6 +105,8 @@ def place(
         gpus = max((node_gpus for _, node_gpus in nodes), default=0.0)
     if cpus is None:
         cpus = _default_cpus(nodes, gpus) or 1.0
+    gpus = round(gpus, _N_DECIMALS)
+    cpus = round(cpus, _N_DECIMALS)
     n_actors = sum(_n_fitting(node, cpus, gpus) for node in nodes)
     if not n_actors:
         largest_cpus, largest_gpus = max(nodes, default=(0.0, 0.0))
@@ -142,9 +144,10 @@ def _n_fitting(
 def _n_shares(resource: float, share: float) -> int:
     """Return how often a share fits into a resource: 0.2 fits into 1 five times.
 
-    `1 // 0.2` would be 4, since no float is exactly 0.2. Ray itself counts in units of `_RAY_UNIT`.
+    `1 // 0.2` would be 4, since no float is exactly 0.2. Like Ray, it counts in the smallest units.
     """
-    return round(resource / _RAY_UNIT) // max(1, round(share / _RAY_UNIT))
+    units: int = 10**_N_DECIMALS
+    return round(resource * units) // max(1, round(share * units))
 
 
 # --- the cluster ----------------------------------------------------------------------------------
