@@ -217,6 +217,44 @@ def test_the_events_of_an_answer() -> None:
     assert responding(input=hidden).messages == (turn,)
 
 
+def test_a_wanted_summary_is_the_thoughts() -> None:
+    events = events_of("<think>\nI ", "see\n</think>", "So", reasoning={"summary": "auto"})
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[2:9] == [
+        *("output_item.added", "reasoning_summary_part.added"),
+        *["reasoning_summary_text.delta"] * 2,
+        *("reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done"),
+    ]
+    deltas = [each["delta"] for each in events if each["type"].endswith("summary_text.delta")]
+    assert "".join(deltas) == "I see"
+    item = events[-1]["response"]["output"][0]
+    assert item["content"] == []
+    assert item["summary"] == [{"type": "summary_text", "text": "I see"}]
+    assert responding(input=[item, {"role": "assistant", "content": "So"}]).messages == (
+        Message("assistant", "So", reasoning="I see"),
+    )
+
+
+@pytest.mark.parametrize("tokens", [("<think>", "\n\n", "</think>", "\n\n", "Yes"), ("Yes",)])
+def test_white_space_is_not_a_thought(tokens: tuple[str, ...]) -> None:
+    """As models with thoughts write it that were told not to think."""
+    chunks, whole = written(chat(stream=True), *tokens)
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": "Yes"}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "Yes"}, {}]
+    assert [block["type"] for block in written(messaging(), *tokens)[1]["content"]] == ["text"]
+
+
+@pytest.mark.parametrize("end", ["</think>\n\nYes", ""])
+def test_thoughts_have_no_white_space_around_them(end: str) -> None:
+    tokens = ("<think>\n", "\nI", " ", "\n", "see", "\n", "\n", end)
+    tools = [{"type": "function", "function": {"name": "a"}}]
+    chunks, whole = written(chat(stream=True, tools=tools), *tokens)
+    deltas = [chunk["choices"][0]["delta"].get("reasoning_content", "") for chunk in chunks]
+    assert "".join(deltas) == "I \nsee"
+    assert whole["choices"][0]["message"]["reasoning_content"] == "I \nsee"
+
+
 def test_an_answer_that_was_cut_is_incomplete() -> None:
     last = events_of("So", finish_reason="length")[-1]
     assert last["type"] == "response.incomplete"
@@ -245,6 +283,9 @@ def test_blocks_of_all_kinds_whole_and_as_events() -> None:
     call = '<tool_call>{"name": "a", "arguments": {"x": "é"}}</tool_call>'
     events, whole = written(asked, "<think>Th", "en</think>", "Yes", call, call)
     blocks: list[dict[str, Any]] = []
+    # The AI SDK sends back only thoughts that were signed.
+    signature = {"type": "signature_delta", "signature": ""}
+    assert [event["index"] for event in events if event.get("delta") == signature] == [0]
     for event in events:
         if event["type"] == "content_block_start":
             assert event["index"] == len(blocks)

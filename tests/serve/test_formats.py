@@ -472,9 +472,14 @@ def test_a_deferred_tool_may_be_called_when_a_search_has_found_it() -> None:
     assert [each.name for each in hosted.tools.functions] == ["late"]
 
 
-def test_results_without_ids_and_names_belong_to_calls_in_order() -> None:
-    """As clients of Ollama send them."""
-    calls = [{"function": {"name": name}} for name in ("look", "go", "look")]
+@pytest.mark.parametrize("ids", [(None, None, None), ("1", "2", "3")])
+def test_results_without_ids_and_names_belong_to_calls_in_order(ids: tuple[str | None]) -> None:
+    """As clients of Ollama send them; LangChain's for JavaScript gives ids to calls only."""
+    names = ("look", "go", "look")
+    calls = [
+        {"id": identity, "function": {"name": name}}
+        for identity, name in zip(ids, names, strict=True)
+    ]
     turns = [
         USER,
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -482,8 +487,9 @@ def test_results_without_ids_and_names_belong_to_calls_in_order() -> None:
         {"role": "tool", "tool_name": "unknown", "content": "lost"},
     ]
     *_, first, second, third, lost = chat(messages=turns).messages
-    for result in (first, second, third):
+    for result, identity in zip((first, second, third), ids, strict=True):
         assert (result.role, result.name) == ("tool", result.content)
+        assert result.tool_call_id == (identity or "")
     assert (lost.role, lost.content) == ("user", "[result of an earlier call]\nlost")
 
 
@@ -637,7 +643,7 @@ def test_ignored_fields_are_mentioned() -> None:
         "truncation": "auto",
         "store": True,
         "text": {"verbosity": "low"},
-        "reasoning": {"summary": "detailed"},
+        "reasoning": {"context": "auto"},
         "invented": 1,
         "background": True,
         "n": 2,
@@ -655,7 +661,7 @@ def test_a_known_name_is_never_called_unknown() -> None:
     assert twice.warnings == (
         "max_completion_tokens: ignored, since the field is also given under another name",
     )
-    assert responding(reasoning={"summary": "auto"}).warnings == (
+    assert responding(reasoning={"context": "auto"}).warnings == (
         "reasoning: ignored, since specgen uses none of its fields",
     )
 

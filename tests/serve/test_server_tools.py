@@ -217,7 +217,7 @@ def test_thoughts_are_apart(tmp_path: Path) -> None:
             server.post("/v1/chat/completions", **chat, reasoning_format=form).json()
             for form in ("none", "auto")
         )
-        thought = plain["choices"][0]["message"]["content"]
+        thought = plain["choices"][0]["message"]["content"].strip()
         message = split["choices"][0]["message"]
         assert message["reasoning_content"] == thought
         assert message["content"] == ""

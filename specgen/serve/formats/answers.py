@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from specgen.events import FinishedEvent
@@ -43,6 +44,8 @@ class Answer:
                 one_only=one_only,
                 calls_only=tools.must_call,
             )
+        #: The white space at the end of the thoughts so far, which is dropped if no more follow.
+        self._space_after_thought = ""
         #: Its thoughts, content and calls, in order; the text of a call is its arguments.
         self.blocks: list[Delta] = []
         #: The number of tokens in the thinking block.
@@ -115,13 +118,32 @@ class Answer:
         return self._add_to_blocks(deltas)
 
     def _add_to_blocks(self, deltas: list[Delta]) -> list[Delta]:
-        """Add deltas to the blocks, and return them."""
+        """Add deltas to the blocks, and return them without white space around the thoughts."""
+        added: list[Delta] = []
         for delta in deltas:
+            if delta.kind == "thought":
+                text = self._without_outer_space(delta.text)
+                if not text:
+                    continue
+                delta = replace(delta, text=text)  # noqa: PLW2901
             if self.blocks and delta.continues(self.blocks[-1]):
                 self.blocks[-1] = self.blocks[-1].with_more(delta)
             else:
                 self.blocks.append(delta)
-        return deltas
+            added.append(delta)
+        return added
+
+    def _without_outer_space(self, thought: str) -> str:
+        """Return the next piece of the thoughts without white space at their beginning and end.
+
+        Chat templates have line breaks there. Models that do not think write nothing else.
+        """
+        thought = self._space_after_thought + thought
+        if not self.blocks:
+            thought = thought.lstrip()
+        text = thought.rstrip()
+        self._space_after_thought = thought[len(text) :]
+        return text
 
     def text(self, kind: Literal["thought", "content"]) -> str:
         """Return all of the thoughts, or all of the content."""

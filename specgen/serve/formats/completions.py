@@ -83,7 +83,7 @@ def read_fim_completion(body: Json, defaults: Defaults = NO_DEFAULTS) -> ParsedR
         BodyError: If a field cannot be honoured.
     """
     requests = read_completion(body, defaults)
-    return tuple(replace(request, writer=ChatCompletionWriter) for request in requests)
+    return tuple(replace(request, writer=FimWriter) for request in requests)
 
 
 def parsed_completions(fields: CompletionRequest, defaults: Defaults) -> ParsedRequests:
@@ -270,6 +270,12 @@ class CompletionWriter(OpenAIWriter):
                 logprobs["top_logprobs"].append(_logprobs_by_text(piece))
                 logprobs["text_offset"].append(offset)
         return logprobs
+
+
+class FimWriter(ChatCompletionWriter):
+    """Writes chat completions in the form of Mistral's API, whose streams always have the usage."""
+
+    always_has_usage = True
 
 
 def _logprobs_by_text(piece: Piece) -> dict[str, float] | None:

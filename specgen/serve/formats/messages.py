@@ -33,6 +33,8 @@ _STOP_REASONS = {
     "stop": "end_turn",
     "tool_calls": "tool_use",
 }
+#: The signature of thoughts, with which Anthropic recognises its own.
+_SIGNATURE = ""
 #: Types of errors that have another name in Anthropic's API.
 _ERROR_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
 
@@ -287,6 +289,10 @@ class MessagesWriter(BlockWriter):
 
     def _close_block(self, block: Delta, _status: str) -> list[Json]:
         events = [self._event("stop")]
+        if block.kind == "thought":
+            # Clients do not send back thoughts that have no signature.
+            signature = {"type": "signature_delta", "signature": _SIGNATURE}
+            events.insert(0, self._event("delta", delta=signature))
         if block.kind != "call" or block.is_end:  # a whole response has only complete calls
             self._blocks.append(_block_object(block))
         return events
@@ -336,7 +342,7 @@ def _block_object(block: Delta) -> Json:
         return {
             "type": "thinking",
             "thinking": block.text,
-            "signature": "",
+            "signature": _SIGNATURE,
         }
     return {"type": "text", "text": block.text}
 

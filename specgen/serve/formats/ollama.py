@@ -425,7 +425,7 @@ def _call_object(call: Delta) -> Json:
         "name": call.name,
         "arguments": json.loads(call.text),
     }
-    return {"function": function}
+    return {"id": call.identity, "function": function}
 
 
 def ollama_embeddings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, AliasPath, Field
 
@@ -83,6 +83,8 @@ class OpenAIWriter(AnswerWriter):
     chunk_type: str
     #: The prefix of ids.
     id_prefix: str
+    #: Whether the last chunk of a stream has the usage without being asked.
+    always_has_usage: ClassVar[bool] = False
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__(context)
@@ -247,7 +249,7 @@ class OpenAIWriter(AnswerWriter):
         figures = self._figures()
         if self._first.has_usage_chunk:
             chunks.append({**chunks[-1], "choices": []})
-        else:  # clients that did not ask for the usage would count it twice
+        elif not self.always_has_usage:  # OpenAI's clients would count it twice
             figures = own_figures(figures)
         chunks[-1] |= figures
         return chunks

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasPath, BeforeValidator, Field
 from pydantic_core import from_json
 
 from specgen.serve.formats.answer_writer import AnswerContext, BlockWriter
@@ -95,6 +95,8 @@ class ResponsesRequest(ChatRequest):
     instructions: Parts = []
     #: The conversation; a text is taken as the user's message.
     input: Annotated[list[ResponseItem], BeforeValidator(_as_items), Field(min_length=1)]
+    #: How detailed a summary of the thoughts is wanted; None for no summary.
+    summary: str | None = Field(None, validation_alias=AliasPath("reasoning", "summary"))
     #: Additional parts of the response, of which specgen has only `_ENCRYPTED_THOUGHTS`.
     include: list[str] = []
 
@@ -125,6 +127,7 @@ def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> Parse
         echo=_ECHOED_FIELDS | given_fields,
         custom_tools={tool.name for tool in fields.tools if tool.type == "custom"},
         encrypts_thoughts=_ENCRYPTED_THOUGHTS in fields.include,
+        summarizes_thoughts=fields.summary is not None,
     )
     request = fields.parsed_chat(messages, defaults, writer, warnings)
     return (replace(request, splits_reasoning=True),)
@@ -213,6 +216,8 @@ class ResponsesWriter(BlockWriter):
         echo: The fields of the response that repeat the request.
         custom_tools: The names of the tools that take a free text.
         encrypts_thoughts: Whether thoughts are also written in the form that clients send back.
+        summarizes_thoughts: Whether thoughts are written in place of their summary, which many
+            clients show, rather than as the content of their item, which few do.
     """
 
     def __init__(
@@ -222,10 +227,12 @@ class ResponsesWriter(BlockWriter):
         echo: Mapping[str, Any],
         custom_tools: Collection[str],
         encrypts_thoughts: bool,
+        summarizes_thoughts: bool,
     ) -> None:
         super().__init__(context)
         self._custom_tools = custom_tools
         self._encrypts_thoughts = encrypts_thoughts
+        self._summarizes_thoughts = summarizes_thoughts
         self._head = {
             "id": f"resp_{context.identity}",
             "object": "response",
@@ -313,16 +320,16 @@ class ResponsesWriter(BlockWriter):
         item = self._item(block, "in_progress")
         if block.kind == "call":
             return [self._item_event("output_item.added", item=item)]
+        field = self._part_field(block)
         return [
-            self._item_event("output_item.added", item={**item, "content": []}),
-            self._item_event("content_part.added", part=_part_object(block)),
+            self._item_event("output_item.added", item={**item, field: []}),
+            self._part_event(block, "part.added", part=self._part(block)),
         ]
 
     def _extend_block(self, block: Delta, text: str) -> list[Json]:
         """Return the event for an addition to an item; none if a call's input has not grown."""
         if block.kind != "call":
-            kind = f"{_part_object(block)['type']}.delta"
-            return [self._item_event(kind, logprobs=[], delta=text)]
+            return [self._part_event(block, "text.delta", logprobs=[], delta=text)]
         call_input = self._call_input(block)
         added = call_input[len(self._sent_input) :]
         self._sent_input = call_input
@@ -339,10 +346,10 @@ class ResponsesWriter(BlockWriter):
             done = {field: self._call_input(block), "name": block.name}
             events = [self._item_event(kind, **done)]
         else:
-            part = _part_object(block)
+            part = self._part(block)
             events = [
-                self._item_event(f"{part['type']}.done", logprobs=[], text=block.text),
-                self._item_event("content_part.done", part=part),
+                self._part_event(block, "text.done", logprobs=[], text=block.text),
+                self._part_event(block, "part.done", part=part),
             ]
         item = self._item(block, status)
         events.append(self._item_event("output_item.done", item=item))
@@ -350,16 +357,24 @@ class ResponsesWriter(BlockWriter):
         return events
 
     def _item_event(self, kind: str, **fields: Any) -> Json:
-        """Return an event about the open item, or about its only part.
-
-        The item's index in the output is the number of closed blocks.
-        """
-        place = {
-            "item_id": self._item_id,
-            "output_index": len(self._blocks),
-            "content_index": 0,
-        }
+        """Return an event about the open item, whose index is the number of closed blocks."""
+        place = {"item_id": self._item_id, "output_index": len(self._blocks)}
         return self._event(kind, **place, **fields)
+
+    def _part_event(
+        self,
+        block: Delta,
+        kind: str,
+        **fields: Any,
+    ) -> Json:
+        """Return an event about the only part of the open item, or about the text of that part."""
+        field = self._part_field(block)
+        prefix = field
+        if field == "summary":
+            prefix = "reasoning_summary"
+        elif kind.startswith("text"):
+            prefix = self._part(block)["type"].removesuffix("_text")
+        return self._item_event(f"{prefix}_{kind}", **{f"{field}_index": 0}, **fields)
 
     def _item(self, block: Delta, status: str) -> Json:
         """Return an item as far as it is written, with the fields of its type."""
@@ -374,14 +389,33 @@ class ResponsesWriter(BlockWriter):
                 item["name"] = block.name
                 item[self._input_field(block)] = self._call_input(block)
             case "content":
-                item["content"] = [_part_object(block)]
+                item["content"] = [self._part(block)]
                 item["role"] = "assistant"
             case _:
-                item["content"] = [_part_object(block)]
+                item["content"] = []
                 item["summary"] = []
+                item[self._part_field(block)] = [self._part(block)]
                 if self._encrypts_thoughts:
                     item["encrypted_content"] = f"{_OWN_THOUGHT}{block.text}"
         return item
+
+    def _part_field(self, block: Delta) -> str:
+        """Return the field of an item that has the text of a block as its part."""
+        if block.kind == "thought" and self._summarizes_thoughts:
+            return "summary"
+        return "content"
+
+    def _part(self, block: Delta) -> Json:
+        """Return the text of a block as the part of an item."""
+        if block.kind == "content":
+            return {
+                "type": "output_text",
+                "text": block.text,
+                "annotations": [],
+                "logprobs": [],
+            }
+        kind = "summary" if self._summarizes_thoughts else "reasoning"
+        return {"type": f"{kind}_text", "text": block.text}
 
     def _item_type(self, block: Delta) -> str:
         """Return the type of the item that a block becomes."""
@@ -413,18 +447,6 @@ class ResponsesWriter(BlockWriter):
         if call.is_end:  # there is no such text, so the tool gets the arguments as they are
             return call.text
         return ""
-
-
-def _part_object(block: Delta) -> Json:
-    """Return the text of a block as the part of an item."""
-    if block.kind == "thought":
-        return {"type": "reasoning_text", "text": block.text}
-    return {
-        "type": "output_text",
-        "text": block.text,
-        "annotations": [],
-        "logprobs": [],
-    }
 
 
 def _usage(usage: Json) -> Json:

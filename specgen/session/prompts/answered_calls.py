@@ -49,8 +49,8 @@ class AnsweredMessages:
     def call_of(self, result: Message) -> AnsweredCall | None:
         """Return the call to which a result belongs; None if it is not in the conversation.
 
-        It is in the last message with a call of that id and name. Several calls of a message may
-        have no ids, as those of Ollama's clients: their results come in the order of the calls.
+        It is in the last message with a call of that id and name. Ollama's clients may leave out
+        the id of a call or of its result: such results come in the order of the calls.
         """
         for answered in reversed(self.messages):
             calls = [call for call in answered.calls if _may_answer(result, call.call)]
@@ -68,8 +68,9 @@ def answered_messages(messages: Iterable[Message]) -> list[AnsweredMessage]:
 
 
 def _may_answer(result: Message, call: ToolCall) -> bool:
-    has_same_id = (result.tool_call_id or "") == call.identity
-    return has_same_id and result.name in (None, call.name)
+    if result.tool_call_id and call.identity and result.tool_call_id != call.identity:
+        return False
+    return result.name in (None, call.name)
 
 
 def _n_results(answered: AnsweredCall) -> int:
