@@ -141,7 +141,7 @@ def _specgen(
         )
         _fill(loaded, first, "")
         # With costs that were measured on a busy machine, specgen might not draft at all.
-        if loaded.costs.are_rough():
+        if loaded.costs.of(None).are_rough:
             sys.exit(
                 f"other programs disturbed the measurement of costs with {name!r}: "
                 "run this on an idle machine"

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -40,7 +39,7 @@ from specgen.options import (
     SessionOptions,
     parse_tree,
 )
-from specgen.session.measurement_store import MeasurementStore
+from specgen.session.measurement_store import MeasurementStore, ModelCosts
 from specgen.session.session import Session
 from tests.tiny import TinyConfig, write_tiny_model
 
@@ -65,13 +64,15 @@ class ConstantMeasurements(MeasurementStore):
 
     def __init__(self, target: Path) -> None:
         super().__init__()
-        sizes = range(1, 65)
         self._target = target
-        self._target_costs = ConstantCosts(dict.fromkeys(sizes, TARGET_S))
-        self._draft_costs = ConstantCosts(dict.fromkeys(sizes, DRAFT_S))
 
-    def costs(self, model: Path, *_: Any, **__: Any) -> CostTable:
-        return self._target_costs if model == self._target else self._draft_costs
+    def costs(self, model: Path, context: ContextOptions) -> ModelCosts:
+        costs = super().costs(model, context)
+        table = costs.table(kind=ConstantCosts)
+        if not table:
+            for size in range(1, 65):
+                table.set_seconds(size, TARGET_S if model == self._target else DRAFT_S)
+        return costs
 
 
 def main() -> int:

@@ -190,7 +190,7 @@ class _Trials:
         target = self.session.options.target
         self.session.change_draft("none")
         self._tune_threads(target, is_draft=False)
-        self.session.costs.forget()  # they may have been measured with other thread counts
+        self.session.costs.of(None).forget()  # they may have been measured with other thread counts
         baseline = measure_target(
             self.session,
             prompts,
@@ -219,7 +219,7 @@ class _Trials:
                 self._tune_threads(draft, is_draft=True)
             # The draft's costs are measured again, too.
             if session.draft is not None and session.draft.cost_key is not None:
-                session.costs.forget(session.draft.cost_key)
+                session.costs.of(session.draft.cost_key).forget()
             figures = try_draft(
                 session,
                 baseline,

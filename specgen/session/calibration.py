@@ -93,7 +93,7 @@ def calibrate(
         measure_costs(session, interrupted)
     # At once: after an answer on a busy machine, the costs would not be written any more.
     session.measurements.save()
-    if session.costs.are_rough():
+    if session.costs.of(None).are_rough:
         return (
             "the machine was busy while the costs of drafting were measured: "
             "they are rough, and will be measured again in some minutes"
@@ -144,9 +144,10 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
                 budget_s=lambda: max(_DRAFT_SHARE * budget_s(), budget_s() - target_s),
                 n_rows=1,
                 interrupted=interrupted,
-                is_new=costs.are_outdated(cost_key),
+                is_new=costs.of(cost_key).are_outdated,
             )
-    costs.mark(*measured, are_rough=is_busy(load.share))
+    for key in measured:
+        costs.of(key).mark(are_rough=is_busy(load.share))
     session.setup_s["measuring_s"] += session.clock() - started_s
 
 
@@ -185,7 +186,7 @@ def _is_current(
         n_rows: The number of rows of the largest batch that has to be known.
     """
     table = session.costs.table(model)
-    return _is_measured(table, n_rows) and not session.costs.are_outdated(model)
+    return _is_measured(table, n_rows) and not session.costs.of(model).are_outdated
 
 
 def is_pair_measured(session: Session, draft: Key | None) -> bool:
@@ -322,7 +323,7 @@ def _time_target(
         budget_s=budget_s,
         n_rows=session.n_rows_max,
         interrupted=interrupted,
-        is_new=costs.are_outdated(),
+        is_new=costs.of(None).are_outdated,
     )
 
 

@@ -432,7 +432,7 @@ class Engine:
         if draft is None:
             return
         costs = self._session.costs
-        if not costs.are_outdated() and not costs.are_outdated(draft.cost_key):
+        if not costs.of(None).are_outdated and not costs.of(draft.cost_key).are_outdated:
             return
         with contextlib.suppress(MemoryLimitError, BackendError):  # the rough costs remain
             self.notify(calibrate(self._session))
@@ -550,13 +550,13 @@ class Engine:
         was_busy = is_busy(others_share)
         if was_busy:
             draft = self._session.draft
-            costs.do_not_keep()
+            costs.of(None).do_not_keep()
             if draft is not None:
-                costs.do_not_keep(draft.cost_key)
+                costs.of(draft.cost_key).do_not_keep()
         finished = self._loop.finish(
             answer,
             costs.table(n_past=answer.n_prompt),
-            is_rough=was_busy or costs.are_rough(),
+            is_rough=was_busy or costs.of(None).are_rough,
         )
         if request.load_of_others is None:  # the answer has not begun
             return finished

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -93,8 +93,7 @@ class MeasurementStore:
             file: The JSON file; None stores everything for this process only.
             machine: Everything about the machine that affects what decodes cost. It is part of the
                 keys, so that entries of other machines are neither used nor changed.
-            wall_clock: Returns seconds since 1970. Rough costs of other processes are used only if
-                they are recent.
+            wall_clock: Returns seconds since 1970.
         """
         self._file = file
         self._machine = dict(machine or {})
@@ -102,183 +101,33 @@ class MeasurementStore:
         #: The entries of the file as it was read, by kind and key.
         self._file_entries = _read(file)
         # What this process uses and refines, by key.
-        self._tables: dict[str, CostTable] = {}
+        self._costs: dict[str, ModelCosts] = {}
         self._acceptance: dict[str, dict[str, AcceptanceRates]] = {}
         self._ngram_counts: dict[str, NgramCounts] = {}
         self._threads: dict[str, Threads] = {}
-        #: Keys of cost tables that are to be removed from the file.
-        self._forgotten: set[str] = set()
-        #: Keys of cost tables that must not be written to the file.
-        self._not_saved: set[str] = set()
-        #: When rough costs were measured, in seconds since 1970, by the keys of their tables.
-        self._rough_since_s: dict[str, float] = {}
-        self._read_rough()
 
-    # --- costs --------------------------------------------------------------------------------
-
-    def costs(
-        self,
-        model: Path,
-        context: ContextOptions,
-        n_past: int = 0,
-        kind: _TableKind = CostTable,
-    ) -> CostTable:
-        """Return a model's cost table for contexts of about `n_past` tokens.
-
-        Whatever is added to the table will be saved. If nothing is known for this length class yet,
-        the table starts with the costs of the nearest one.
+    def costs(self, model: Path, context: ContextOptions) -> ModelCosts:
+        """Return a model's costs; whatever is added to their tables will be saved.
 
         Args:
             model: The model's file.
             context: The options of its context.
-            n_past: The number of tokens in the context.
-            kind: Makes the table.
         """
-        keys = self._cost_keys(model, context)
-        length_class = min(max(0, n_past // _CLASS_0_TOKENS).bit_length(), _N_LENGTH_CLASSES - 1)
-        key = keys[length_class]
-        table = self._tables.get(key)
-        if table is None:
-            known = self._table(key) or next(self._nearest(keys, length_class), CostTable())
-            if key not in self._rough_since_s:
-                table = kind(known.known)
-            else:
-                # A size that is set later than at the start is corrected faster by decodes.
-                table = kind({})
-                for size, seconds in known.known.items():
-                    table.set_seconds(size, seconds)
-            self._tables[key] = table
-        if length_class > 0:
-            self._extend(table, keys, length_class)
-        return table
-
-    def forget_costs(self, model: Path, context: ContextOptions) -> None:
-        """Forget a model's costs at all lengths, so that they are measured again.
-
-        None of its tables may be in use: what is added to them later is lost.
-        """
-        for key in self._cost_keys(model, context):
-            self._tables.pop(key, None)
-            self._file_entries[_COSTS].pop(key, None)
-            self._file_entries[_ROUGH].pop(key, None)
-            self._forgotten.add(key)
-            self._not_saved.discard(key)
-            self._rough_since_s.pop(key, None)
-
-    def do_not_keep_costs(
-        self,
-        model: Path,
-        context: ContextOptions,
-    ) -> None:
-        """Do not write what decodes on a busy machine change in a model's costs.
-
-        Rough costs are written as such, however.
-        """
-        self._not_saved.update(self._cost_keys(model, context))
-
-    # --- rough costs --------------------------------------------------------------------------
-
-    def mark_costs(
-        self,
-        model: Path,
-        context: ContextOptions,
-        *,
-        are_rough: bool,
-    ) -> None:
-        """Note that a model's costs were just measured.
-
-        Args:
-            model: The model's file.
-            context: The options of its context.
-            are_rough: Whether the machine was busy. Such costs are kept for some minutes only.
-        """
-        now_s = self._wall_clock()
-        for key in self._cost_keys(model, context):
-            if are_rough:
-                self._rough_since_s[key] = now_s
-            else:
-                self._rough_since_s.pop(key, None)
-                self._file_entries[_ROUGH].pop(key, None)
-                self._not_saved.discard(key)
-
-    def are_costs_rough(
-        self,
-        model: Path,
-        context: ContextOptions,
-    ) -> bool:
-        """Return whether a model's costs were measured on a busy machine."""
-        return self._cost_keys(model, context)[0] in self._rough_since_s
-
-    def are_costs_outdated(
-        self,
-        model: Path,
-        context: ContextOptions,
-    ) -> bool:
-        """Return whether a model's costs are rough, and old enough to be measured again."""
-        since_s = self._rough_since_s.get(self._cost_keys(model, context)[0])
-        return since_s is not None and not self._is_recent(since_s)
-
-    def _is_recent(self, since_s: float) -> bool:
-        """Return whether rough costs of a time may be used; a time in the future is an error."""
-        return 0.0 <= self._wall_clock() - since_s < _ROUGH_LIFETIME_S
-
-    def _read_rough(self) -> None:
-        """Use the recent rough costs of the file, where there are no others."""
-        for key, value in self._file_entries[_ROUGH].items():
-            entry = _valid(_ROUGH_COSTS, value)
-            is_wanted = entry is not None and key not in self._file_entries[_COSTS]
-            if entry is not None and is_wanted and self._is_recent(entry.since_s):
-                self._rough_since_s[key] = entry.since_s
-
-    def _table(self, key: str) -> CostTable:
-        """Return the table in use, or the one in the file; an empty one if there is neither."""
-        if key in self._tables:
-            return self._tables[key]
-        batch_s = _valid(_SECONDS, self._file_entries[_COSTS].get(key)) or {}
-        if not batch_s and key in self._rough_since_s:
-            rough = _valid(_ROUGH_COSTS, self._file_entries[_ROUGH].get(key))
-            batch_s = rough.batch_s if rough is not None else {}
-        # A batch cannot cost more than a larger one. If it seems to, it was timed while other
-        # programs were running: take the cost of the larger one.
-        sizes = sorted(batch_s, reverse=True)
-        corrected_s = itertools.accumulate((batch_s[size] for size in sizes), min)
-        return CostTable(dict(zip(sizes, corrected_s, strict=True)))
-
-    def _nearest(
-        self,
-        keys: Sequence[str],
-        length_class: int,
-    ) -> Iterator[CostTable]:
-        """Yield the tables of other length classes that are not empty, the nearest class first."""
-        for other in sorted(range(len(keys)), key=lambda other: abs(other - length_class)):
-            if other != length_class:
-                table = self._table(keys[other])
-                if table:
-                    yield table
-
-    def _extend(
-        self,
-        table: CostTable,
-        keys: Sequence[str],
-        length_class: int,
-    ) -> None:
-        """Copy missing batch sizes from the nearest length class with the costs of larger batches.
-
-        Only drafts lead to batches of several rows, so a table lacks their costs if there were no
-        drafts in this length class. The copied costs are scaled with the ratio of the costs of one
-        row.
-        """
-        largest = max(table.known, default=0)
-        for other in self._nearest(keys, length_class):
-            if max(other.known) <= largest:
-                continue
-            scale = 1.0
-            if 1 in table.known and 1 in other.known:
-                scale = table.seconds(1) / other.seconds(1)
-            for size, seconds in other.known.items():
-                if size not in table.known:
-                    table.set_seconds(size, seconds * scale)
-            return
+        # Every option that affects what decodes cost.
+        n_threads = context.n_threads or default_threads()
+        settings = _placement(context) | {
+            "n_threads": n_threads,
+            "n_threads_batch": context.n_threads_batch or n_threads,
+            "n_gpu_layers": context.n_gpu_layers,
+            "flash_attention": context.flash_attention,
+            "cache_type_k": context.cache_type_k,
+            "cache_type_v": context.cache_type_v,
+        }
+        about = {"model": _identity(model), "context": settings, "machine": self._machine}
+        key = _key(about)
+        if key not in self._costs:
+            self._costs[key] = ModelCosts(about, self._file_entries, self._wall_clock)
+        return self._costs[key]
 
     # --- threads and acceptance ---------------------------------------------------------------
 
@@ -365,10 +214,8 @@ class MeasurementStore:
             return
         document = _read(self._file)
         own_entries = self._own_entries()
-        for key in self._forgotten:
-            document[_COSTS].pop(key, None)
-        for key in (*self._forgotten, *own_entries[_COSTS]):
-            document[_ROUGH].pop(key, None)
+        for costs in self._costs.values():
+            costs.remove_from(document)
         for kind, own in own_entries.items():
             others = {key: entry for key, entry in document[kind].items() if key not in own}
             # The order in the file is that of the last change, so the first entries are the oldest.
@@ -379,13 +226,9 @@ class MeasurementStore:
     def _own_entries(self) -> dict[str, dict[str, Any]]:
         """Return the entries that this process measured or refined, by kind and key."""
         own: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
-        for key, table in self._tables.items():
-            seconds = {n_rows: round(size_s, 7) for n_rows, size_s in table.known.items()}
-            since_s = self._rough_since_s.get(key)
-            if since_s is not None and seconds:
-                own[_ROUGH][key] = {"since_s": round(since_s, 3), "batch_s": seconds}
-            elif seconds and key not in self._not_saved:
-                own[_COSTS][key] = seconds
+        for costs in self._costs.values():
+            kind = _ROUGH if costs.are_rough else _COSTS
+            own[kind].update(costs.entries())
         for key, by_origin in self._acceptance.items():
             judged = {
                 origin: _entry_of(rates.counts)
@@ -401,30 +244,6 @@ class MeasurementStore:
             own[_THREADS][key] = asdict(threads)
         return own
 
-    # --- keys ---------------------------------------------------------------------------------
-
-    def _cost_keys(
-        self,
-        model: Path,
-        context: ContextOptions,
-    ) -> list[str]:
-        """Return the keys of a model's cost tables, by length class.
-
-        They contain every option that affects what decodes cost.
-        """
-        n_threads = context.n_threads or default_threads()
-        settings = _placement(context) | {
-            "n_threads": n_threads,
-            "n_threads_batch": context.n_threads_batch or n_threads,
-            "n_gpu_layers": context.n_gpu_layers,
-            "flash_attention": context.flash_attention,
-            "cache_type_k": context.cache_type_k,
-            "cache_type_v": context.cache_type_v,
-        }
-        about = {"model": _identity(model), "context": settings, "machine": self._machine}
-        # (The file has always called the length class "depth".)
-        return [_key({**about, "depth": number}) for number in range(_N_LENGTH_CLASSES)]
-
     def _model_key(self, model: Path, context: ContextOptions) -> str:
         """Return the key of a model's thread counts.
 
@@ -432,6 +251,181 @@ class MeasurementStore:
         """
         about = {"model": _identity(model), "n_gpu_layers": context.n_gpu_layers}
         return _key({**about, **_placement(context), "machine": self._machine})
+
+
+class ModelCosts:
+    """What decodes of a model cost with some options: a cost table for each length class.
+
+    Costs that were measured on a busy machine are *rough*. They are used for some minutes only, and
+    kept apart in the file.
+
+    Args:
+        about: The model, its options and the machine: the keys of its tables in the file.
+        file_entries: The entries of the file as it was read, by kind and key.
+        wall_clock: Returns seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        about: Mapping[str, Any],
+        file_entries: dict[str, dict[str, Any]],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        #: The keys in the file, by length class. (The file has always called it "depth".)
+        self._keys = [_key({**about, "depth": number}) for number in range(_N_LENGTH_CLASSES)]
+        self._file_entries = file_entries
+        self._wall_clock = wall_clock
+        #: The tables in use, by length class.
+        self._tables: dict[int, CostTable] = {}
+        #: Whether the tables are written to the file.
+        self._are_kept = True
+        #: Whether the entries of the file are removed when it is written.
+        self._are_forgotten = False
+        #: When rough costs were measured, in seconds since 1970; None if the costs are not rough.
+        self._rough_since_s: float | None = None
+        rough = _valid(_ROUGH_COSTS, file_entries[_ROUGH].get(self._keys[0]))
+        has_others = self._keys[0] in file_entries[_COSTS]
+        if rough is not None and not has_others and self._is_recent(rough.since_s):
+            self._rough_since_s = rough.since_s
+
+    def table(
+        self,
+        n_past: int = 0,
+        kind: _TableKind = CostTable,
+    ) -> CostTable:
+        """Return the cost table for contexts of about `n_past` tokens.
+
+        If nothing is known for this length class yet, it starts with the costs of the nearest one.
+
+        Args:
+            n_past: The number of tokens in the context.
+            kind: Makes the table.
+        """
+        length_class = min(max(0, n_past // _CLASS_0_TOKENS).bit_length(), _N_LENGTH_CLASSES - 1)
+        table = self._tables.get(length_class)
+        if table is None:
+            known = self._known(length_class) or next(self._nearest(length_class), CostTable())
+            if not self.are_rough:
+                table = kind(known.known)
+            else:
+                # A size that is set later than at the start is corrected faster by decodes.
+                table = kind({})
+                for size, seconds in known.known.items():
+                    table.set_seconds(size, seconds)
+            self._tables[length_class] = table
+        if length_class > 0:
+            self._extend(table, length_class)
+        return table
+
+    # --- rough costs
+
+    def mark(self, *, are_rough: bool) -> None:
+        """Note that the costs were just measured, on a busy machine or not."""
+        if are_rough:
+            self._rough_since_s = self._wall_clock()
+            return
+        self._rough_since_s = None
+        self._are_kept = True
+        for key in self._keys:
+            self._file_entries[_ROUGH].pop(key, None)
+
+    @property
+    def are_rough(self) -> bool:
+        """Whether the costs were measured on a busy machine."""
+        return self._rough_since_s is not None
+
+    @property
+    def are_outdated(self) -> bool:
+        """Whether the costs are rough, and old enough to be measured again."""
+        return self._rough_since_s is not None and not self._is_recent(self._rough_since_s)
+
+    def _is_recent(self, since_s: float) -> bool:
+        """Return whether rough costs of a time may be used; a time in the future is an error."""
+        return 0.0 <= self._wall_clock() - since_s < _ROUGH_LIFETIME_S
+
+    # --- the file
+
+    def forget(self) -> None:
+        """Forget the costs at all lengths, so that they are measured again.
+
+        None of the tables may be in use: what is added to them later is lost.
+        """
+        self._tables.clear()
+        self._rough_since_s = None
+        self._are_kept = True
+        self._are_forgotten = True
+        for key in self._keys:
+            self._file_entries[_COSTS].pop(key, None)
+            self._file_entries[_ROUGH].pop(key, None)
+
+    def do_not_keep(self) -> None:
+        """Do not write what decodes on a busy machine change. Rough costs are written, however."""
+        self._are_kept = False
+
+    def entries(self) -> dict[str, Any]:
+        """Return the entries for the file, by key: rough costs if `are_rough`, else costs."""
+        entries: dict[str, Any] = {}
+        for length_class, table in self._tables.items():
+            batch_s = {n_rows: round(size_s, 7) for n_rows, size_s in table.known.items()}
+            key = self._keys[length_class]
+            if batch_s and self._rough_since_s is not None:
+                entries[key] = {"since_s": round(self._rough_since_s, 3), "batch_s": batch_s}
+            elif batch_s and self._are_kept:
+                entries[key] = batch_s
+        return entries
+
+    def remove_from(self, document: dict[str, dict[str, Any]]) -> None:
+        """Remove the entries of the file that must not stay, or that new ones replace."""
+        replaced = set() if self.are_rough else self.entries().keys()
+        for key in self._keys:
+            if self._are_forgotten:
+                document[_COSTS].pop(key, None)
+            if self._are_forgotten or key in replaced:
+                document[_ROUGH].pop(key, None)
+
+    # --- other lengths
+
+    def _known(self, length_class: int) -> CostTable:
+        """Return the table in use, or the one in the file; an empty one if there is neither."""
+        if length_class in self._tables:
+            return self._tables[length_class]
+        key = self._keys[length_class]
+        batch_s = _valid(_SECONDS, self._file_entries[_COSTS].get(key)) or {}
+        if not batch_s and self.are_rough:
+            rough = _valid(_ROUGH_COSTS, self._file_entries[_ROUGH].get(key))
+            batch_s = rough.batch_s if rough is not None else {}
+        # A batch cannot cost more than a larger one. If it seems to, it was timed while other
+        # programs were running: take the cost of the larger one.
+        sizes = sorted(batch_s, reverse=True)
+        corrected_s = itertools.accumulate((batch_s[size] for size in sizes), min)
+        return CostTable(dict(zip(sizes, corrected_s, strict=True)))
+
+    def _nearest(self, length_class: int) -> Iterator[CostTable]:
+        """Yield the tables of other length classes that are not empty, the nearest class first."""
+        others = sorted(range(_N_LENGTH_CLASSES), key=lambda other: abs(other - length_class))
+        for other in others:
+            table = self._known(other)
+            if other != length_class and table:
+                yield table
+
+    def _extend(self, table: CostTable, length_class: int) -> None:
+        """Copy missing batch sizes from the nearest length class with the costs of larger batches.
+
+        Only drafts lead to batches of several rows, so a table lacks their costs if there were no
+        drafts in this length class. The copied costs are scaled with the ratio of the costs of one
+        row.
+        """
+        largest = max(table.known, default=0)
+        for other in self._nearest(length_class):
+            if max(other.known) <= largest:
+                continue
+            scale = 1.0
+            if 1 in table.known and 1 in other.known:
+                scale = table.seconds(1) / other.seconds(1)
+            for size, seconds in other.known.items():
+                if size not in table.known:
+                    table.set_seconds(size, seconds * scale)
+            return
 
 
 class SessionCosts:
@@ -462,6 +456,10 @@ class SessionCosts:
             context = self._options.draft_context
         return with_threads(context, self._measurements.threads(model, context))
 
+    def of(self, draft: Key | None) -> ModelCosts:
+        """Return the costs of a model; None stands for the target."""
+        return self._measurements.costs(*self._file_and_options(draft))
+
     def table(
         self,
         draft: Key | None = None,
@@ -469,28 +467,7 @@ class SessionCosts:
     ) -> CostTable:
         """Return a model's table for contexts of about `n_past` tokens."""
         kind = self.kind if draft is None else CostTable
-        return self._measurements.costs(*self._file_and_options(draft), n_past, kind)
-
-    def forget(self, draft: Key | None = None) -> None:
-        """Forget a model's costs, so that they are measured again."""
-        self._measurements.forget_costs(*self._file_and_options(draft))
-
-    def do_not_keep(self, draft: Key | None = None) -> None:
-        """Do not write what decodes on a busy machine change in a model's costs."""
-        self._measurements.do_not_keep_costs(*self._file_and_options(draft))
-
-    def mark(self, *drafts: Key | None, are_rough: bool) -> None:
-        """Note that the costs of these models were just measured, on a busy machine or not."""
-        for draft in drafts:
-            self._measurements.mark_costs(*self._file_and_options(draft), are_rough=are_rough)
-
-    def are_rough(self, draft: Key | None = None) -> bool:
-        """Return whether a model's costs were measured on a busy machine."""
-        return self._measurements.are_costs_rough(*self._file_and_options(draft))
-
-    def are_outdated(self, draft: Key | None = None) -> bool:
-        """Return whether a model's costs are rough, and old enough to be measured again."""
-        return self._measurements.are_costs_outdated(*self._file_and_options(draft))
+        return self.of(draft).table(n_past, kind)
 
     def _file_and_options(self, draft: Key | None) -> tuple[Path, ContextOptions]:
         """Return the model file and the context options that identify a model in the store."""

@@ -222,8 +222,8 @@ def test_costs_are_those_of_the_threads_that_are_taken(tiny_models: Path) -> Non
         assert not loaded.costs.table()
         loaded.costs.table().set_seconds(1, 0.25)
         named = ContextOptions(n_threads=77, n_threads_batch=78)
-        assert measurements.costs(options.target, named).known == {1: 0.25}
-        loaded.costs.forget()
+        assert measurements.costs(options.target, named).table().known == {1: 0.25}
+        loaded.costs.of(None).forget()
         assert not loaded.costs.table()
         assert before.known == {1: 0.5}
 
@@ -266,8 +266,8 @@ def test_costs_of_a_busy_machine_are_marked_and_kept_for_some_minutes(
     with Session(pair, time.perf_counter, measurements) as loaded:
         calibrate(loaded)
         assert is_pair_measured(loaded, draft)
-        assert loaded.costs.are_rough() == is_busy
-        assert loaded.costs.are_rough(draft) == is_busy
+        assert loaded.costs.of(None).are_rough == is_busy
+        assert loaded.costs.of(draft).are_rough == is_busy
         sizes = set(loaded.costs.table().known)
         took_s = dict(loaded.setup_s)
         measure_costs(loaded)  # known by now
@@ -277,7 +277,7 @@ def test_costs_of_a_busy_machine_are_marked_and_kept_for_some_minutes(
         later = MeasurementStore(file, wall_clock=partial(float, wall_s))
         with Session(pair, time.perf_counter, later) as loaded:
             assert is_pair_measured(loaded, draft) == (is_recent or not is_busy)
-            assert loaded.costs.are_rough() == (is_recent and is_busy)
+            assert loaded.costs.of(None).are_rough == (is_recent and is_busy)
             if is_pair_measured(loaded, draft):
                 assert set(loaded.costs.table().known) == sizes
 
@@ -315,14 +315,14 @@ def test_rough_costs_are_measured_again_in_the_same_process(
         load.share = 0.0
         wall_s[0] += 60.0
         assert measuring_s() == 0.0
-        assert loaded.costs.are_rough()
+        assert loaded.costs.of(None).are_rough
         wall_s[0] += 600.0
         assert measuring_s() > 0.0
-        assert not loaded.costs.are_rough()
+        assert not loaded.costs.of(None).are_rough
         measurements.save()
     with Session(pair, time.perf_counter, MeasurementStore(file)) as loaded:
         assert is_pair_measured(loaded, Path(pair.draft))
-        assert not loaded.costs.are_rough()
+        assert not loaded.costs.of(None).are_rough
     assert not json.loads(file.read_text())["rough"]
 
 
@@ -363,7 +363,7 @@ def test_costs_of_an_idle_machine_survive_a_busy_answer(
         measurements.save()
     with Session(pair, time.perf_counter, MeasurementStore(file)) as loaded:
         assert is_pair_measured(loaded, Path(pair.draft))
-        assert not loaded.costs.are_rough()
+        assert not loaded.costs.of(None).are_rough
 
 
 @pytest.mark.parametrize("share_of_others", [0.0, 1.0])

@@ -34,7 +34,7 @@ def learn(
     measurements: MeasurementStore, model: Path = TARGET, seconds: float = 1.0, n_past: int = 0
 ) -> None:
     """Let a memory know what 1 and 2 rows cost."""
-    table = measurements.costs(model, CONTEXT, n_past)
+    table = measurements.costs(model, CONTEXT).table(n_past)
     table.set_seconds(1, seconds)
     table.set_seconds(2, 1.5 * seconds)
 
@@ -42,7 +42,7 @@ def learn(
 def known(
     measurements: MeasurementStore, model: Path = TARGET, n_past: int = 0
 ) -> dict[int, float]:
-    return measurements.costs(model, CONTEXT, n_past).known
+    return measurements.costs(model, CONTEXT).table(n_past).known
 
 
 def judge(
@@ -68,7 +68,7 @@ def test_measurements_are_restored(file: Path) -> None:
     measurements = opened(file)
     assert known(measurements) == {}
     learn(measurements)
-    measurements.costs(TARGET, CONTEXT, 0).observe(3, 2.0)
+    measurements.costs(TARGET, CONTEXT).table(0).observe(3, 2.0)
     judge(measurements, 20)
     before = measurements.acceptance(TARGET, DRAFT, "greedy")["model"].counts
     before.credit = 2.5
@@ -93,7 +93,7 @@ def test_everything_that_changes_the_cost_of_a_decode_gets_its_own_table(file: P
     for name, value in changes.items():
         changed = dataclasses.replace(CONTEXT, **{name: value})
         for each in (measurements, opened(file)):
-            assert each.costs(TARGET, changed, 0).known == {}, name
+            assert each.costs(TARGET, changed).table().known == {}, name
 
 
 def test_a_model_is_recognised_by_name_and_size_in_any_folder(tmp_path: Path, file: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_fuller_context_starts_with_the_costs_of_the_nearest_one(file: Path) -
     assert known(again, n_past=1 << 20)[1] == pytest.approx(4.0)
     # It is a copy: what is seen here says nothing of there.
     for _ in range(50):
-        again.costs(TARGET, CONTEXT, 600).observe(1, 2.0)
+        again.costs(TARGET, CONTEXT).table(600).observe(1, 2.0)
     assert known(again)[1] == pytest.approx(1.0)
     # What was learnt in this process is nearer than nothing, too.
     fresh = opened(None)
@@ -141,24 +141,24 @@ def test_a_fuller_context_that_only_saw_single_rows_learns_of_batches_later(
     then.
     """
     measurements = opened(file)
-    measurements.costs(TARGET, CONTEXT, 2000).observe(1, 2.0)
+    measurements.costs(TARGET, CONTEXT).table(2000).observe(1, 2.0)
     if is_kept:
         measurements.save()
         measurements = opened(file)
-    held = measurements.costs(TARGET, CONTEXT, 2000)
+    held = measurements.costs(TARGET, CONTEXT).table(2000)
     learn(measurements)
-    measurements.costs(TARGET, CONTEXT, 0).set_seconds(17, 3.0)
-    assert measurements.costs(TARGET, CONTEXT, 2000) is held
+    measurements.costs(TARGET, CONTEXT).table(0).set_seconds(17, 3.0)
+    assert measurements.costs(TARGET, CONTEXT).table(2000) is held
     assert held.known == pytest.approx({1: 2.0, 2: 3.0, 17: 6.0})
     # What it sees itself stays, and the empty context's table is its own.
     held.observe(17, 7.0)
-    assert measurements.costs(TARGET, CONTEXT, 2000).known[17] > 6.0
+    assert measurements.costs(TARGET, CONTEXT).table(2000).known[17] > 6.0
     assert known(measurements) == pytest.approx({1: 1.0, 2: 1.5, 17: 3.0})
 
 
 def test_a_batch_costs_no_more_than_a_larger_one(file: Path) -> None:
     measurements = opened(file)
-    table = measurements.costs(TARGET, CONTEXT, 0)
+    table = measurements.costs(TARGET, CONTEXT).table(0)
     for n_rows, seconds in {1: 1.0, 2: 2.5, 3: 1.2, 4: 1.5, 8: 3.0}.items():
         table.set_seconds(n_rows, seconds)
     measurements.save()

@@ -81,7 +81,7 @@ def test_no_gain_is_larger_than_the_tokens_of_a_pass_allow(models: Path) -> None
         known = (fast.plain_tokens_per_s, fast.estimated_speedup, fast.estimated_whole_speedup)
         assert known == (None, None, None)
         # A rough estimate is the upper limit then.
-        loaded.costs.mark(None, are_rough=True)
+        loaded.costs.of(None).mark(are_rough=True)
         rough = answered(loaded, PROMPT)
         assert rough.estimate_is_rough
         assert rough.estimated_speedup == rough.mean_accepted_length
