@@ -49,7 +49,6 @@ from specgen.errors import (
     UsageError,
 )
 from specgen.llama import LlamaBackend, LlamaModel
-from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.llama.native_context import n_native_sequences, rounded_n_ctx
 from specgen.method.cascade import Cascade
 from specgen.method.policy import CostAwarePolicy
@@ -220,7 +219,7 @@ class StandaloneDraft(LoadedDraft):
         )
         with contextlib.ExitStack() as on_error:
             on_error.callback(context.close)
-            compute_frequent_tokens(context)
+            context.compute_frequent_tokens()
             others = self.second_draft.contexts(spec) if self.second_draft is not None else ()
             on_error.pop_all()
         return (context, *others)

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from specgen.errors import BackendError, DecodeEndedError, ModelFileError, WorkerLostError
 from specgen.llama.cache import KvCache
 from specgen.llama.cuda_graphs import replays_graphs
+from specgen.llama.kernels.frequent_rows import FrequentRows
 from specgen.llama.library import (
+    keep_layer_input,
     last_error,
     layer_input,
     llama_cpp,
     llama_cpp_ext,
-    set_layer_input,
 )
 from specgen.llama.model import LlamaModel
 from specgen.llama.native_batch import NativeBatch
@@ -45,16 +46,6 @@ _DECODE_ERRORS = {
     -2: "memory could not be allocated",
     -3: "computing failed",
 }
-
-
-class ComputedRows(Protocol):
-    """Chooses the rows of the output matrix that are computed."""
-
-    def limit(self, tokens: Sequence[int]) -> contextlib.AbstractContextManager[object]:
-        """Limit the rows for a decode of these tokens."""
-
-    def close(self) -> None:
-        """Free native memory."""
 
 
 class LlamaBackend:
@@ -117,7 +108,7 @@ class LlamaBackend:
         self.is_unwanted: Callable[[], bool] | None = None
         self.replays_graphs = replays_graphs(model, options.n_gpu_layers)
         #: The rows of the output matrix that are computed; None: all.
-        self.computed_rows: ComputedRows | None = None
+        self._computed_rows: FrequentRows | None = None
 
         # 1. Open the native context.
         n_rows = max(self.n_batch, n_outputs)
@@ -209,8 +200,8 @@ class LlamaBackend:
         # 2. Let llama.cpp compute them, for a draft perhaps only with the output matrix's rows of
         #    frequent tokens.
         limit: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if self.computed_rows is not None:
-            limit = self.computed_rows.limit(batch.tokens)
+        if self._computed_rows is not None:
+            limit = self._computed_rows.limit(batch.tokens)
         n = len(batch.tokens)
         action = f"decode {n} tokens at position {batch.positions[0]} of {self.n_ctx}"
         with limit, self._ended_if_unwanted():
@@ -430,8 +421,15 @@ class LlamaBackend:
         The model's architecture must be in `paired_drafts.HOOKED`.
         """
         for layer in set(layers) - set(self._read_layers):
-            set_layer_input(self.handle, layer, True)
+            keep_layer_input(self.handle, layer)
         self._read_layers = tuple(layers)
+
+    def compute_frequent_tokens(self) -> None:
+        """Compute only the logits of frequent tokens, if the kernels can and it pays.
+
+        The logits of the other tokens are -infinity from now on.
+        """
+        self._computed_rows = FrequentRows.of(self.vocabulary)
 
     # --- threads
 
@@ -516,8 +514,8 @@ class LlamaBackend:
 
     def close(self) -> None:
         """Free the context, and the weights if nothing else uses them. It may be called twice."""
-        if self.computed_rows is not None:
-            self.computed_rows.close()
+        if self._computed_rows is not None:
+            self._computed_rows.close()
         if self.handle:
             with contextlib.suppress(WorkerLostError):  # a lost worker's memory stays
                 self.model.call(llama_cpp.llama_free, self.handle)

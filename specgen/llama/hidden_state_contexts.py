@@ -17,7 +17,6 @@ import numpy as np
 
 from specgen.errors import BackendError, SpecgenError
 from specgen.llama.context import LlamaBackend
-from specgen.llama.kernels.frequent_rows import compute_frequent_tokens
 from specgen.llama.library import llama_cpp, llama_cpp_ext
 from specgen.llama.model import LlamaModel
 from specgen.llama.paired_drafts import AssistantModel, DflashModel, EagleModel, TrainedDraftModel
@@ -34,9 +33,7 @@ _MAX_EAGLE_ROWS = 32
 #: The maximum number of an assistant's rows in a batch, per text. Drafts are chains, one token at a
 #: time.
 _MAX_ASSISTANT_ROWS = 8
-#: llama.cpp's number for rotary embeddings with several positions per token.
-_MROPE = 8
-#: The number of these positions. The last one is always 0.
+#: The number of positions per token of some rotary embeddings. The last one is always 0.
 _N_MROPE_POSITIONS = 4
 #: The architectures whose MTP layers return hidden states only of the rows that want logits.
 _WANTED_ROWS_ONLY = frozenset({"deepseek4", "mimo2", "qwen3next", "step35"})
@@ -222,7 +219,7 @@ class MtpContext(HiddenStateContext):
         if model.why_no_mtp:
             raise BackendError(f"{model.name}: {model.why_no_mtp}")
         super().__init__(model, None, options, size, clock)
-        compute_frequent_tokens(self)
+        self.compute_frequent_tokens()
         llama_cpp_ext.llama_set_nextn_layer_offset(self.handle, layer)
         #: The contexts of all layers, if this is the first layer's.
         self.layers: tuple[MtpContext, ...] = (self,)
@@ -342,7 +339,7 @@ class DflashContext(HiddenStateContext):
         is_causal = model.metadata("dflash.attention.causal") == "true"
         llama_cpp.llama_set_causal_attn(self.handle, is_causal)
         rope = llama_cpp.llama_model_rope_type(model.handle)
-        self._n_positions = _N_MROPE_POSITIONS if rope == _MROPE else 1
+        self._n_positions = _N_MROPE_POSITIONS if rope == llama_cpp.LLAMA_ROPE_TYPE_MROPE else 1
 
     def _layout(
         self,
@@ -420,7 +417,7 @@ class AssistantContext(HiddenStateContext):
         )
         options = replace(options, n_batch=_MAX_ASSISTANT_ROWS * size.n_slots)
         super().__init__(model, target, options, size, clock)
-        compute_frequent_tokens(self)
+        self.compute_frequent_tokens()
 
     def _layout(
         self,

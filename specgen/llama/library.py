@@ -159,13 +159,13 @@ def native_folder() -> Path:
     return Path(llama_cpp.llama_cpp._base_path)  # noqa: SLF001
 
 
-def set_layer_input(context: Any, layer: int, wanted: bool) -> None:
-    """Let a context keep the input of a layer, for `layer_input`; or not any more.
+def keep_layer_input(context: Any, layer: int) -> None:
+    """Let a context keep the input of a layer, for `layer_input`.
 
     llama.cpp ends the process unless the architecture is in `paired_drafts.HOOKED`.
     """
     types = (ctypes.c_uint32, ctypes.c_bool)
-    _layer_input_function("set", None, "P13llama_contextjb", *types)(context, layer, wanted)
+    _layer_input_function("set", None, "P13llama_contextjb", *types)(context, layer, True)
 
 
 def layer_input(context: Any, layer: int) -> Any:

@@ -78,7 +78,7 @@ def test_only_the_groups_of_the_rows_are_computed(
 def test_a_token_that_occurred_is_computed_from_then_on(model_file: Path) -> None:
     rare = 200
     with opened(model_file) as backend:
-        frequent_rows.compute_frequent_tokens(backend)
+        backend.compute_frequent_tokens()
         before = decoded(backend, [5])
         with_it = decoded(backend, [5, rare])
         after = decoded(backend, [5])
@@ -96,7 +96,7 @@ def test_what_occurred_long_ago_is_forgotten(
 ) -> None:
     monkeypatch.setattr(frequent_rows, "MAX_SEEN", 2)
     with opened(model_file) as backend:
-        frequent_rows.compute_frequent_tokens(backend)
+        backend.compute_frequent_tokens()
         decoded(backend, [120, 160, 200])
         row = decoded(backend, [5])[0]
     assert np.isfinite(row[[160, 200]]).all()
@@ -108,7 +108,7 @@ def test_without_kernels_all_rows_are_computed(
 ) -> None:
     kernels.enable(products=False, attention=False)
     with opened(model_file) as backend:
-        frequent_rows.compute_frequent_tokens(backend)
+        backend.compute_frequent_tokens()
         assert np.isfinite(decoded(backend, [5])).all()
 
 

@@ -9,16 +9,12 @@ draft's distribution is over the computed ones.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specgen.llama.kernels.attached import Kernels, attached
 from specgen.llama.vocabulary import LlamaVocabulary
-
-if TYPE_CHECKING:
-    from specgen.llama.context import LlamaBackend
 
 #: Tokens with lower ids are taken to be frequent. Tokenizers assign low ids to frequent tokens: 94%
 #: of the tokens of answers in English and code are below this one.
@@ -79,6 +75,17 @@ class FrequentRows:
         self._seen: dict[int, None] = {}
         self._limit: RowLimit | None = None
 
+    @classmethod
+    def of(cls, vocabulary: LlamaVocabulary) -> FrequentRows | None:
+        """Return the rows of a vocabulary; None if the kernels would leave out few, or none."""
+        kernels = attached()
+        if kernels is None or not kernels.computes_products:
+            return None
+        # In smaller vocabularies too few rows would be left out.
+        if vocabulary.n_tokens < 2 * N_FREQUENT:
+            return None
+        return cls(vocabulary, kernels)
+
     def limit(self, tokens: Collection[int]) -> RowLimit:
         """Return the limit for a decode of some tokens, which are added to those that occurred.
 
@@ -105,14 +112,3 @@ class FrequentRows:
         if self._limit is not None:
             self._limit.close()
             self._limit = None
-
-
-def compute_frequent_tokens(backend: LlamaBackend) -> None:
-    """Let a backend compute only the logits of frequent tokens, if the kernels can and it pays."""
-    kernels = attached()
-    vocabulary = backend.vocabulary
-    if kernels is None or not kernels.computes_products:
-        return
-    # In smaller vocabularies too few rows would be left out.
-    if vocabulary.n_tokens >= 2 * N_FREQUENT:
-        backend.computed_rows = FrequentRows(vocabulary, kernels)
