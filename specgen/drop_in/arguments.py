@@ -233,11 +233,11 @@ def _cache_type(name: str, given: Mapping[str, Any]) -> CacheType:
     Raises:
         UsageError: If there is no such type.
     """
-    number = given.get(name, CACHE_TYPES["f16"].number)
-    for cache_type, info in CACHE_TYPES.items():
-        if info.number == number:
+    number = given.get(name, CACHE_TYPES["f16"])
+    for cache_type, type_number in CACHE_TYPES.items():
+        if type_number == number:
             return cache_type
-    numbers = ", ".join(f"{info.number} ({name})" for name, info in CACHE_TYPES.items())
+    numbers = ", ".join(f"{number} ({cache_type})" for cache_type, number in CACHE_TYPES.items())
     raise UsageError(f"{name}: {shown_value(number)} is not a type of caches; give {numbers}")
 
 

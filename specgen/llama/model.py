@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from specgen.errors import BackendError, ModelFileError, UsageError
 from specgen.llama.file_check import check_file, check_weights
@@ -21,27 +21,20 @@ from specgen.models.stored_models import shown_name
 from specgen.options import CacheType, Workers
 from specgen.system.files import version_of
 
-
-class CacheTypeInfo(NamedTuple):
-    """A type of values in a KV cache."""
-
-    #: GGML's number for it.
-    number: int
-    #: The mean size of a value; a quantised type stores blocks of 32 values with their scales.
-    bytes_per_value: float
-
-
-CACHE_TYPES: dict[CacheType, CacheTypeInfo] = {
-    "f32": CacheTypeInfo(0, 4.0),
-    "f16": CacheTypeInfo(1, 2.0),
-    "q4_0": CacheTypeInfo(2, 18 / 32),
-    "q4_1": CacheTypeInfo(3, 20 / 32),
-    "q5_0": CacheTypeInfo(6, 22 / 32),
-    "q5_1": CacheTypeInfo(7, 24 / 32),
-    "q8_0": CacheTypeInfo(8, 34 / 32),
-    "iq4_nl": CacheTypeInfo(20, 18 / 32),
-    "bf16": CacheTypeInfo(30, 2.0),
+#: The types of values in a KV cache, and GGML's numbers for them.
+CACHE_TYPES: dict[CacheType, int] = {
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "iq4_nl": 20,
+    "bf16": 30,
 }
+#: The number of values in the largest block of such a type.
+_N_IN_BLOCK = 32
 #: Architectures for which llama.cpp computes wrong results in a batch of several sequences.
 ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
 #: Architectures of encoders, which make embeddings.
@@ -51,14 +44,7 @@ _ENCODERS = frozenset(
         *("modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe"),
     )
 )
-#: llama.cpp's numbers for the pooling of hidden states: LLAMA_POOLING_TYPE_...
-_MEAN = 1
-_CLS = 2
-_LAST = 3
-_RANK = 4
 _EMBEDDING_MODEL = "an embedding model"
-#: llama.cpp's LLAMA_ROPE_TYPE_NONE.
-_NO_ROTATION = -1
 #: Architectures that are not batch-invariant with any kernels, and why.
 _ROW_EXCEPTIONS = {
     "minimax-01": "llama.cpp computes its lightning attention in blocks as long as the batch "
@@ -98,7 +84,8 @@ class LlamaModel:
             mtp: Whether to load its MTP layers, too.
             weights_bytes: The maximum number of bytes of weights that stay in memory; the rest is
                 read from disk in each pass. None: all of them.
-            on_packing: Receives the number of bytes that are packed, and of all that will be.
+            on_packing: Receives the number of bytes of streamed weights that are packed, and of all
+                that will be.
 
         Raises:
             ModelFileError: If the file is not a usable model.
@@ -351,8 +338,8 @@ class LlamaModel:
         head_size = self.n_embd // self._n_heads
         key_size = self.number("attention.key_length") or head_size
         value_size = self.number("attention.value_length") or head_size
-        key_bytes = key_size * CACHE_TYPES[type_k].bytes_per_value
-        value_bytes = value_size * CACHE_TYPES[type_v].bytes_per_value
+        key_bytes = key_size * bytes_per_value(type_k)
+        value_bytes = value_size * bytes_per_value(type_v)
         return int(n_ctx * self._n_kv_heads * (key_bytes + value_bytes))
 
     @cached_property
@@ -403,7 +390,8 @@ class LlamaModel:
         """Raise `ModelFileError` if llama.cpp would never finish its first batch."""
         architecture = self.architecture
         n_rotated = self.metadata(f"{architecture}.rope.dimension_count")
-        if n_rotated == "0" and int(llama_cpp.llama_model_rope_type(self.handle)) != _NO_ROTATION:
+        rotation = int(llama_cpp.llama_model_rope_type(self.handle))
+        if n_rotated == "0" and rotation != llama_cpp.LLAMA_ROPE_TYPE_NONE:
             raise ModelFileError(f"{self.path}: damaged: {architecture}.rope.dimension_count is 0")
 
     def _check_usable(self) -> None:
@@ -436,12 +424,17 @@ class LlamaModel:
             return "a diffusion model"
         if not llama_cpp.llama_model_has_decoder(self.handle):
             return "a model without a decoder"
-        if self.metadata(f"{self.architecture}.pooling_type") == str(_RANK):
+        if self.number("pooling_type") == llama_cpp.LLAMA_POOLING_TYPE_RANK:
             return "a reranking model"
         is_causal = self.metadata(f"{self.architecture}.attention.causal") != "false"
         if self.pooling is not None or not is_causal:
             return _EMBEDDING_MODEL
         return ""
+
+
+def bytes_per_value(cache_type: CacheType) -> float:
+    """Return the mean size of a value in a KV cache."""
+    return int(native.ggml_row_size(CACHE_TYPES[cache_type], _N_IN_BLOCK)) / _N_IN_BLOCK
 
 
 def pooling_in(architecture: str, pooling: int) -> int | None:
@@ -454,9 +447,14 @@ def pooling_in(architecture: str, pooling: int) -> int | None:
     Returns:
         None if it is not an embedding model.
     """
-    if pooling in (_MEAN, _CLS, _LAST):
+    poolings = (
+        llama_cpp.LLAMA_POOLING_TYPE_MEAN,
+        llama_cpp.LLAMA_POOLING_TYPE_CLS,
+        llama_cpp.LLAMA_POOLING_TYPE_LAST,
+    )
+    if pooling in poolings:
         return pooling
     # Files of some encoders do not name a pooling. (Rerankers are not embedding models.)
-    if architecture in _ENCODERS and pooling != _RANK:
-        return _MEAN
+    if architecture in _ENCODERS and pooling != llama_cpp.LLAMA_POOLING_TYPE_RANK:
+        return int(llama_cpp.LLAMA_POOLING_TYPE_MEAN)
     return None

@@ -246,8 +246,8 @@ class _Opening:
         params.n_threads = options.n_threads or default_threads()
         params.n_threads_batch = options.n_threads_batch or params.n_threads
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-        params.type_k = CACHE_TYPES[options.cache_type_k].number
-        params.type_v = CACHE_TYPES[options.cache_type_v].number
+        params.type_k = CACHE_TYPES[options.cache_type_k]
+        params.type_v = CACHE_TYPES[options.cache_type_v]
         params.kv_unified = True  # branches of a tree share cells
         params.swa_full = True  # else a sliding window drops cells that a rollback needs
         if size.is_mtp:

@@ -17,7 +17,7 @@ from specgen.errors import BackendError, MemoryLimitError, ModelFileError, Usage
 from specgen.llama.file_check import check_file
 from specgen.llama.kernels.packed_weights import must_stream
 from specgen.llama.library import has_gpu
-from specgen.llama.model import CACHE_TYPES
+from specgen.llama.model import bytes_per_value
 from specgen.llama.model_description import describe_model
 from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES, MAX_SEQUENCES
 from specgen.models.files import parts_of
@@ -127,8 +127,8 @@ def context_bytes(
     size = model.n_embd // n_heads
     size_k = model.number("attention.key_length") or size
     size_v = model.number("attention.value_length") or size
-    head_bytes = size_k * CACHE_TYPES[context.cache_type_k].bytes_per_value
-    head_bytes += size_v * CACHE_TYPES[context.cache_type_v].bytes_per_value
+    head_bytes = size_k * bytes_per_value(context.cache_type_k)
+    head_bytes += size_v * bytes_per_value(context.cache_type_v)
     return int(n_tokens * n_heads_kv * head_bytes) + CONTEXT_OVERHEAD_BYTES
 
 
