@@ -133,8 +133,8 @@ class LoadSettings:
     weights_bytes: int | None = None
     #: Called between tensors; loading stops if it returns False.
     goes_on: Callable[[], bool] = _always
-    #: Called between tensors while weights are packed, with the bytes that are packed and the bytes
-    #: in all.
+    #: Called between tensors while streamed weights are packed, with the bytes that are packed and
+    #: the bytes in all.
     on_packing: Callable[[int, int], None] | None = None
 
 
@@ -166,8 +166,8 @@ def lease_weights(
         weights_bytes: The bytes of weights that may stay in memory; None: all. It has no effect on
             weights that are in use already, or that workers get.
         goes_on: Called between tensors; loading stops if it returns False.
-        on_packing: Called between tensors while weights are packed, with the bytes that are packed
-            and the bytes in all. Weights that were packed before do not call it.
+        on_packing: Called between tensors while streamed weights are packed, with the bytes that
+            are packed and the bytes in all. Weights that were packed before do not call it.
 
     Raises:
         ModelFileError: If llama.cpp cannot load the file.
@@ -349,7 +349,8 @@ class _LoadProgress:
         #: The bytes that are packed in all; 0 if they need not be reported.
         self._n_bytes = 0
         is_stored = packed is not None and packed.is_stored
-        if settings.on_packing is not None and not is_stored:
+        is_limited = settings.weights_bytes is not None
+        if settings.on_packing is not None and is_limited and not is_stored:
             self._n_bytes = weight_sizes(file).packed_bytes
 
     def goes_on(self, share: float) -> bool:

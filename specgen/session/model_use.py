@@ -9,7 +9,7 @@ from specgen.drafters.kinds import refuse_draft
 from specgen.errors import BackendError, ModelFileError
 from specgen.llama.embeddings import pooling_of
 from specgen.llama.file_check import check_file
-from specgen.llama.gguf_file import GgufMetadata
+from specgen.llama.model_description import describe_model
 from specgen.llama.mtp_layers import mtp_of
 from specgen.models.files import identity_of
 from specgen.models.other_programs import StoredModel
@@ -88,8 +88,7 @@ def why_not_loadable(path: Path) -> str:
     try:
         check_file(path)
         refuse_draft(path)
-        with GgufMetadata(path):
-            pass
+        describe_model(path)
     except ModelFileError as error:
         return error.message.removeprefix(f"{path}: ")
     except BackendError:

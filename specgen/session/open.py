@@ -101,10 +101,6 @@ def _no_note(_text: str) -> None:
     """Ignore a note."""
 
 
-def no_packing(_n_done: int, _n_all: int) -> None:
-    """Show no progress of packing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reporter:
     """Where to report the progress of loading, and notes; by default, nowhere."""
@@ -114,7 +110,7 @@ class Reporter:
     #: Shows what is being done while its context is open.
     status: Status = no_status
     #: Shows how far the packing of streamed weights is: the bytes that are packed, and all of them.
-    packing: Callable[[int, int], None] = no_packing
+    packing: Callable[[int, int], None] | None = None
     #: Whether llama.cpp's log is shown. If so, the models are loaded one after the other, to keep
     #: their log lines apart.
     shows_log: bool = False

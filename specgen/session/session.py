@@ -160,7 +160,7 @@ class Session:
             workers=context.workers,
             mtp=True,
             weights_bytes=self.budget.max_bytes,
-            on_packing=None if self.budget.max_bytes is None else on_packing,
+            on_packing=on_packing,
         )
         self._resources.callback(target.close)
         self._count_loading(target, started_s)

@@ -318,7 +318,7 @@ def _weights(
         workers=context.workers,
         mtp=True,
         weights_bytes=budget.max_bytes,
-        on_packing=None if budget.max_bytes is None else reporter.packing,
+        on_packing=reporter.packing,
     )
     try:
         yield
