@@ -37,11 +37,11 @@ from specgen.train.gguf_weights import (
     write_weights,
 )
 from specgen.train.target_text import N_COLUMNS, PackedRows, TrainingText, pack_split
-from specgen.train.training_loop import MIN_TEXT, Budget, Schedule, TrainingState, train
+from specgen.train.training_loop import MIN_TEXT, Budget, Schedule, TrainingState, copied, train
 
 #: Tensors by name. The tensors of layers are stacked, with the layer as the first axis, and named
 #: without "blk.N.".
-Parameters: TypeAlias = dict[str, Any]
+Tensors: TypeAlias = dict[str, Any]
 #: The names of a layer's matrices, which `_linear` applies.
 LAYER_MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 #: The window of layers that attend to the whole text.
@@ -164,7 +164,7 @@ def fit(
         The state after training and the score of the file, whose float16 scales are less precise
         than the weights in training; None if interrupted.
     """
-    state = TrainingState(trainer.before.loss, trainer.copied())
+    state = TrainingState(trainer.before.loss, copied(trainer.parameters))
     if not train(trainer, state, schedule, budget):
         return None
     write_weights(trainer.file, state.best, output)
@@ -202,7 +202,7 @@ def check_memory(
 # --- the transformer ------------------------------------------------------------------------------
 
 
-def stack_layers(weights: GgufWeights) -> tuple[Parameters, Parameters]:
+def stack_layers(weights: GgufWeights) -> tuple[Tensors, Tensors]:
     """Stack the tensors of a file's layers.
 
     Returns:
@@ -219,7 +219,7 @@ def stack_layers(weights: GgufWeights) -> tuple[Parameters, Parameters]:
     return layers, others
 
 
-def output_matrix(others: Parameters) -> jax.Array:
+def output_matrix(others: Tensors) -> jax.Array:
     """Return the matrix that turns hidden states into logits: float32[n_vocab, n_embd].
 
     A file without an output matrix uses its token embeddings.
@@ -230,8 +230,8 @@ def output_matrix(others: Parameters) -> jax.Array:
 
 def hidden_states(
     shape: Hyperparameters,
-    layers: Parameters,
-    others: Parameters,
+    layers: Tensors,
+    others: Tensors,
     tokens: jax.Array,
     texts: jax.Array,
     positions: jax.Array,
@@ -301,7 +301,7 @@ def _frequencies(shape: Hyperparameters, divisors: Any) -> Any:
 
 def _layer(
     shape: Hyperparameters,
-    layer: Parameters,
+    layer: Tensors,
     states: jax.Array,
     mask: jax.Array,
     angles: jax.Array,
@@ -329,7 +329,7 @@ def _layer(
 
 def _attention(
     shape: Hyperparameters,
-    layer: Parameters,
+    layer: Tensors,
     inputs: jax.Array,
     mask: jax.Array,
     angles: jax.Array,
@@ -418,7 +418,7 @@ def _rms_norm(
 
 
 def _linear(
-    layer: Parameters,
+    layer: Tensors,
     name: str,
     inputs: jax.Array,
 ) -> jax.Array:
@@ -491,8 +491,8 @@ class Trainer:
             all_types = ", ".join(sorted(set(weights.types.values())))
             raise ModelFileError(f"no matrix has scales that can be trained (types: {all_types})")
         #: The trained parameters: the factor of each block is 1 plus its change.
-        self._changes: Parameters = jax.tree.map(jnp.asarray, changes)
-        self._moments: Any = _OPTIMIZER.init(self._changes)
+        self.parameters: Tensors = jax.tree.map(jnp.asarray, changes)
+        self._moments: Any = _OPTIMIZER.init(self.parameters)
 
     @cached_property
     def before(self) -> Score:
@@ -502,9 +502,9 @@ class Trainer:
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
         """Take a step of gradient descent on the rows with these indices."""
         rows = _on_device(self.learnt.pick(batch))
-        self._changes, self._moments = _step(
+        self.parameters, self._moments = _step(
             self._shape,
-            self._changes,
+            self.parameters,
             self._moments,
             self._frozen,
             rows,
@@ -517,7 +517,7 @@ class Trainer:
         n_right = 0.0
         for index in range(self.judged.n_rows):
             row = _on_device(self.judged.pick(np.array([index])))
-            row_loss, row_right, _ = _sums(self._shape, self._changes, self._frozen, row)
+            row_loss, row_right, _ = _sums(self._shape, self.parameters, self._frozen, row)
             loss += float(row_loss)
             n_right += float(row_right)
         n_labels = self.judged.n_labels
@@ -526,10 +526,6 @@ class Trainer:
     def loss(self) -> float:
         """Return the current loss, which is finer than the agreement."""
         return self.judge().loss
-
-    def copied(self) -> Parameters:
-        """Return a copy of the current changes."""
-        return {name: np.array(values) for name, values in self._changes.items()}
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
@@ -540,7 +536,7 @@ def _step(
     frozen: Any,
     rows: Any,
     rate: float,
-) -> tuple[Parameters, Any]:
+) -> tuple[Tensors, Any]:
     """Take a step of Adam on the mean loss of some rows, and return the changes and moments.
 
     Args:
@@ -552,7 +548,7 @@ def _step(
         rate: The learning rate.
     """
 
-    def mean_loss(changes: Parameters) -> Any:
+    def mean_loss(changes: Tensors) -> Any:
         loss, _, n_labels = _sums(shape, changes, frozen, rows)
         return loss / n_labels
 
@@ -564,7 +560,7 @@ def _step(
 @partial(jax.jit, static_argnums=0)
 def _sums(
     shape: Hyperparameters,
-    changes: Parameters,
+    changes: Tensors,
     frozen: Any,
     rows: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

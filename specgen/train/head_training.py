@@ -41,6 +41,7 @@ from specgen.train.training_loop import (
     Parameters,
     Schedule,
     TrainingState,
+    copied,
     train,
 )
 
@@ -152,7 +153,7 @@ def train_heads(
         n_vocab,
     )
     accuracy_before = trainer.judge()
-    state = TrainingState(-sum(accuracy_before), trainer.copied())
+    state = TrainingState(-sum(accuracy_before), copied(trainer.parameters))
     schedule = Schedule(
         n_rows=n_learnt,
         n_batch=_N_BATCH,
@@ -337,10 +338,6 @@ class _HeadTrainer:
             products += inputs.T @ learnt.next_hidden[part]
         gram += _RIDGE * np.eye(n_inputs)
         return np.linalg.solve(gram, products).astype(np.float32)
-
-    def copied(self) -> Parameters:
-        """Return a copy of the current parameters."""
-        return {name: np.array(values) for name, values in self.parameters.items()}
 
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
         """Take a step of gradient descent on the samples with these indices."""

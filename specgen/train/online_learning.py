@@ -88,8 +88,6 @@ class Lesson:
     n_answers: int
     #: The number of answers for judging.
     n_judging: int
-    #: The number of tokens in the answers for judging.
-    n_judged_tokens: int
     #: The agreement of the draft's original weights.
     agreement_as_it_came: float
     #: The agreement of the weights learnt in earlier lessons; None if there were none.
@@ -221,7 +219,6 @@ def _run_lesson(
         lesson = Lesson(
             n_answers=len(learning),
             n_judging=len(judging),
-            n_judged_tokens=judged_rows.n_labels,
             agreement_as_it_came=original_score.agreement,
             agreement_in_use=None if in_use_score is None else in_use_score.agreement,
             agreement_new=new_score.agreement,

@@ -151,14 +151,14 @@ class TrainingState:
 class Trainee(Protocol):
     """A draft in training."""
 
+    #: Its current parameters.
+    parameters: Parameters
+
     def step(self, batch: NDArray[np.int64], rate: float) -> None:
         """Take a step of gradient descent at this learning rate, on the rows with these indices."""
 
     def loss(self) -> float:
         """Return the current loss on held-back text."""
-
-    def copied(self) -> Parameters:
-        """Return a copy of the current parameters."""
 
 
 def train(
@@ -202,7 +202,12 @@ def _judge(trainee: Trainee, state: TrainingState) -> None:
     loss = trainee.loss()
     if loss < state.best_loss:
         state.best_loss = loss
-        state.best = trainee.copied()
+        state.best = copied(trainee.parameters)
         state.n_worse = 0
     else:
         state.n_worse += 1
+
+
+def copied(parameters: Parameters) -> Parameters:
+    """Return a copy of parameters, which the next step overwrites."""
+    return {name: np.array(values) for name, values in parameters.items()}

@@ -158,7 +158,7 @@ def test_a_file_keeps_its_types_and_gets_other_scales(tmp_path: Path, tensor_typ
     before = read_weights(original)
     none = pack([])
     name = "ffn_up.factors"
-    shape = Trainer(original, none, none).copied()[name].shape
+    shape = Trainer(original, none, none).parameters[name].shape
     rng = np.random.default_rng(0)
     changes = {name: rng.uniform(-0.01, 0.01, shape).astype(np.float32)}
     write_weights(original, changes, tmp_path / "b.gguf")
@@ -346,13 +346,14 @@ def test_training_ends_with_the_parameters_of_the_lowest_loss(
     trainee = types.SimpleNamespace(
         step=lambda rows, rate: rates.append(rate * len(rows)),
         loss=lambda: losses[next(judged)],
-        copied=lambda: {"n_steps": len(rates)},
+        parameters={"rates": rates},
     )
     is_whole = train(trainee, state, schedule, budget)
     assert is_whole == (stop_after == 99)
     assert state.n_steps == len(rates) == n_steps
     assert rates[0] < rates[1]
-    assert (state.best_loss, state.best.get("n_steps")) == best
+    n_best = len(state.best["rates"]) if state.best else None
+    assert (state.best_loss, n_best) == best
 
 
 def test_memory_is_only_checked_before_training(

@@ -241,7 +241,7 @@ _SAYS = """
 from specgen.session.kept_answers import Learnt, write_learnt
 (folder / "w.gguf").write_bytes(Path(asked["target"]).read_bytes())
 write_learnt(folder, Path(asked["draft"]), Learnt("w.gguf", last_number=10, n_answers=9))
-print(json.dumps(dict(n_answers=9, n_judging=3, n_judged_tokens=99, agreement_as_it_came=0.5,
+print(json.dumps(dict(n_answers=9, n_judging=3, agreement_as_it_came=0.5,
     agreement_in_use=None, agreement_new=0.6, outcome="new", n_steps=3, seconds=1.0)))
 """
 _NOTES = """
