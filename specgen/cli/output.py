@@ -105,7 +105,9 @@ class Output:
         """Return a context manager that shows on a terminal what is being done inside it."""
         if self.quiet or self.verbose or not sys.stderr.isatty():
             return contextlib.nullcontext()
-        return console_on(sys.stderr).status(text)
+        from specgen.render.rows import clean_line  # the names of files may have escape codes
+
+        return console_on(sys.stderr).status(clean_line(text))
 
     @property
     def reporter(self) -> Reporter:
@@ -372,8 +374,10 @@ def say(text: str) -> None:
     """Print lines on standard error, wrapped between words if it is a terminal."""
     lines = text.split("\n")
     if sys.stderr.isatty():
+        from specgen.render.rows import clean  # the names of files may have escape codes
+
         columns = shutil.get_terminal_size().columns
-        lines = [_wrapped(line, columns) for line in lines]
+        lines = [_wrapped(clean(line), columns) for line in lines]
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 

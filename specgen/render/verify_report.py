@@ -38,7 +38,7 @@ def print_report(report: VerifyReport, console: Console) -> None:
     if not console.is_terminal:
         console.width = _FILE_COLUMNS
     for indent, line in _lines(report):
-        text = Text(line) if isinstance(line, str) else line
+        text = Text(clean_line(line)) if isinstance(line, str) else line
         console.print(Padding(text, (0, 0, 0, indent), expand=False))
 
 

@@ -180,6 +180,20 @@ def test_with_nohup_an_answer_goes_on_after_the_terminal_was_closed(tiny_models:
     assert first + rest == ended(*arguments).stdout.encode()
 
 
+def test_the_name_of_a_model_cannot_control_the_terminal(tiny_models: Path, tmp_path: Path) -> None:
+    model = tmp_path / "a\x1b[31mb.gguf"
+    model.symlink_to(tiny_models / "target.gguf")
+    for path in (model, tmp_path / "no\x1b[31mb.gguf"):
+        with on_terminal(["run", "-m", str(path), "-md", "none", "-n", "1", "hi"]) as (_, terminal):
+            shown = rest_of(terminal)
+        assert b"\x1b[31mb" not in shown
+        assert "\N{SYMBOL FOR ESCAPE}[31mb".encode() in shown
+    options = ("-md", "ngram", "--check", "greedy", "-n", "8")
+    report = ended("verify", "-m", str(model), *options).stdout
+    assert "\N{SYMBOL FOR ESCAPE}[31mb" in report
+    assert "\x1b" not in report
+
+
 def test_a_message_with_wide_characters_is_broken_between_words() -> None:
     words = ["千问模型"] * 15
     name = f"{' '.join(words)}.gguf"
