@@ -44,11 +44,12 @@ def read_prompt(
     if argument is not None and option is not None:
         raise UsageError("the prompt is given twice: PROMPT and --prompt", hint="give it once")
     question = option if argument is None else argument
+    sources = _prompt_sources(question, files)
     if question is not None and question != "-" and named_file(question):
         note(f"the prompt is the text {question!r}; for the file: -f {shlex.quote(question)}")
     names = []
     texts = []
-    for source in _prompt_sources(question, files):
+    for source in sources:
         name, text = _read_source(source, note)
         if text:
             names.append(name)
