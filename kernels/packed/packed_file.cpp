@@ -210,6 +210,9 @@ int PackedFile::write(const char *path) const {
     const int file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     if (file < 0) return errno;
     int problem = write_at(file, memory_, size_, packed_data_start);
+    // The contents come last: if the power fails before all weights are on the disk, the file has
+    // none, and will not be used.
+    if (problem == 0 && fdatasync(file) != 0) problem = errno;
     if (problem == 0) problem = write_contents(file, {size_, entries_});
     const bool is_closed = close(file) == 0;
     return is_closed || problem != 0 ? problem : errno;
