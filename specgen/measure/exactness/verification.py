@@ -144,11 +144,13 @@ class _Checks:
         for way in self.ways:
             check = partial(self._check_greedy, way, self.prompts, 1)
             yield RunStep(_step_name("greedy", way), n_tokens, check)
-        # Again with several answers at once, if the session can do that.
+        # Again with several answers at once, if the session can do that, in the way that drafts
+        # most.
         if not self.session.why_one_sequence:
+            *_, last_way = self.ways
             numbers = evenly_chosen(self.prompts, _N_REPEATED_PROMPTS)
             repeated = {number: self.prompts[number] for number in numbers}
-            check = partial(self._check_greedy, way, repeated, N_AT_ONCE)
+            check = partial(self._check_greedy, last_way, repeated, N_AT_ONCE)
             name = f"greedy, {N_AT_ONCE} answers at once"
             yield RunStep(name, len(repeated) * answer_tokens, check)
 
