@@ -182,8 +182,8 @@ struct AttentionPasses {
     using Scores = AttentionScores<V, halved>;
     using Sums = WeightedSums<V, halved>;
 
-    // Bytes of scratch memory for up to `n_threads` threads. ggml plans with so many, but OpenMP may
-    // start fewer, and these need more memory if they share all tasks.
+    // Bytes of scratch memory for up to `n_threads` threads. ggml plans with that many, but OpenMP
+    // may start fewer, which need more memory if they share all tasks.
     static size_t bytes(const AttentionJob &job, int n_threads) {
         int64_t most = 0;
         for (int n = n_threads; n > 0; n--) {

@@ -1,6 +1,6 @@
 """The kernels' own test programs (`kernels/tests`), which need no llama.cpp, find no errors.
 
-`test_emulated_tiles.py` and `test_kernels_arm.py` run those that emulate other CPUs.
+`test_kernels_arm.py` runs them in an emulator of another CPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from tests.helpers.common import ROOT
 
 pytestmark = [
     pytest.mark.skipif(sysconfig.get_platform() != X86, reason="they are for AVX2"),
-    pytest.mark.usefixtures("kernels"),
     pytest.mark.slow,
 ]
+#: For programs with AVX2's code, which not every CPU can run.
+needs_kernels = pytest.mark.usefixtures("kernels")
 
 #: See `race_detector`.
 RACE_DETECTOR = ("-fsanitize=thread", "-g")
@@ -48,7 +49,8 @@ def build(command: Sequence[str], program: Path, *arguments: str) -> Path:
     flags = [*COMMON_FLAGS, "-O1", *INSTRUCTION_FLAGS["avx2.cpp"].flags, "-pthread"]
     sources = ROOT / SOURCES
     test = sources / "tests" / f"{program.name}.cpp"
-    run([*command, *flags, f"-I{sources}", os.fspath(test), *arguments, "-o", os.fspath(program)])
+    # Folders of headers among the arguments come before that of the kernels.
+    run([*command, *flags, *arguments, f"-I{sources}", os.fspath(test), "-o", os.fspath(program)])
     return program
 
 
@@ -57,6 +59,7 @@ def source(name: str) -> str:
     return os.fspath(ROOT / SOURCES / "packed" / name)
 
 
+@needs_kernels
 def test_attention_is_right_for_all_kinds_of_shapes(command: list[str], tmp_path: Path) -> None:
     output = run([os.fspath(build(command, tmp_path / "attention_test"))])
     assert "FAIL" not in output
@@ -76,6 +79,7 @@ def race_detector(command: Sequence[str], folder: Path) -> Sequence[str]:
     return RACE_DETECTOR
 
 
+@needs_kernels
 @pytest.mark.parametrize("has_readers", [True, False])
 def test_streamed_weights_are_right_at_any_moment(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_readers: bool
@@ -89,7 +93,18 @@ def test_streamed_weights_are_right_at_any_moment(
     assert output.startswith("0 of ")
 
 
+@needs_kernels
 def test_an_error_of_the_disk_is_reported(command: list[str], tmp_path: Path) -> None:
     files = [source("tensor_writer.cpp"), source("packed_format.cpp")]
     program = build(command, tmp_path / "writer_test", *files)
     assert run([os.fspath(program), os.fspath(tmp_path / "packed")]) == "ok\n"
+
+
+def test_tiles_of_amx_give_each_column_the_bits_that_it_has_alone(
+    command: list[str], tmp_path: Path
+) -> None:
+    """AVX-512 and AMX are emulated; `test_kernel_products.py` tests what the CPU has."""
+    emulated = f"-I{ROOT / SOURCES / 'tests' / 'emulated'}"
+    output = run([os.fspath(build(command, tmp_path / "amx_test", emulated))])
+    checked = [line.removesuffix(" checked") for line in output.splitlines()]
+    assert {"q4_0", "q8_0", "q2_k", "q4_k", "q6_k", "iq4_xs", "mxfp4"} <= {*checked}
