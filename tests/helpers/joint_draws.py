@@ -17,7 +17,7 @@ import numpy as np
 from specgen.drafters.draft_text import DraftText
 from specgen.drafters.heads import LoadedHeads
 from specgen.drafters.translated import TranslatedDrafter
-from specgen.measure.exactness.known_answers import tokens_of
+from specgen.measure.exactness.finished_answers import tokens_of
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.answer_state import AnswerState
 from specgen.method.answer_stats import AnswerStats

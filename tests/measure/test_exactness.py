@@ -21,8 +21,8 @@ import specgen.method.loop
 from specgen.errors import BackendError
 from specgen.llama import LlamaBackend
 from specgen.measure.exactness import sampled_check
+from specgen.measure.exactness.finished_answers import N_AT_ONCE
 from specgen.measure.exactness.greedy_check import GreedyResult, check_greedy
-from specgen.measure.exactness.known_answers import N_AT_ONCE
 from specgen.measure.exactness.near_ties import Difference, movement
 from specgen.measure.exactness.report import VerifyReport
 from specgen.measure.exactness.sampled_check import (

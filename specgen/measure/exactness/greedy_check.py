@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
-from specgen.measure.exactness.known_answers import raise_failure, tokens_of
+from specgen.measure.exactness.finished_answers import raise_failure, tokens_of
 from specgen.measure.exactness.near_ties import Difference, find_difference
 from specgen.measure.exactness.ways_to_draft import WayName
 from specgen.measure.run_progress import StepProgress

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from specgen.measure.exactness.known_answers import plain_rows, tokens_of
+from specgen.measure.exactness.finished_answers import plain_rows, tokens_of
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.session.request import Request

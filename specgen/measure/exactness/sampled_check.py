@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from specgen.events import CommittedEvent
-from specgen.measure.exactness.known_answers import N_AT_ONCE, raise_failure, tokens_of
+from specgen.measure.exactness.finished_answers import N_AT_ONCE, raise_failure, tokens_of
 from specgen.measure.exactness.visible_places import N_SEARCHED, Place, find_places
 from specgen.measure.exactness.ways_to_draft import WayName
 from specgen.measure.goodness_of_fit import GTest, g_test

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
+from specgen.measure.exactness.finished_answers import N_AT_ONCE
 from specgen.measure.exactness.greedy_check import GreedyResult, check_greedy, plain_texts
-from specgen.measure.exactness.known_answers import N_AT_ONCE
 from specgen.measure.exactness.report import CheckName, VerifyReport
 from specgen.measure.exactness.sampled_check import (
     SAMPLES_PER_SEARCH,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from specgen.events import DraftedEvent
-from specgen.measure.exactness.known_answers import plain_rows, raise_failure, tokens_of
+from specgen.measure.exactness.finished_answers import plain_rows, raise_failure, tokens_of
 from specgen.method.sampling_pipeline import SamplingPipeline
 from specgen.method.text_state import TextState
 from specgen.session.engine import Engine

@@ -1,4 +1,4 @@
-"""What the checks read of finished answers, and of the target that decodes them again."""
+"""What the checks read from finished answers, and from the target when it decodes them again."""
 
 from __future__ import annotations
 
