@@ -428,7 +428,7 @@ def _ray_cluster(
         raise UsageError(f"--ray {address}: not the address of a cluster", hint)
     if gpus_per_worker is not None and gpus_per_worker > 1 and not gpus_per_worker.is_integer():
         hint = "give a whole number, or a share of one GPU such as 0.5"
-        problem = f"--gpus-per-worker {gpus_per_worker:g}: Ray divides only single GPUs"
+        problem = f"--gpus-per-worker {gpus_per_worker:g}: Ray can split only a single GPU"
         raise UsageError(problem, hint)
     from specgen.serve.batch.on_ray import Cluster
 

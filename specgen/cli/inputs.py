@@ -46,7 +46,7 @@ def read_prompt(
     question = option if argument is None else argument
     sources = _prompt_sources(question, files)
     if question is not None and question != "-" and named_file(question):
-        note(f"the prompt is the text {question!r}; for the file: -f {shlex.quote(question)}")
+        note(f"the prompt is the text {question!r}; to read the file: -f {shlex.quote(question)}")
     names = []
     texts = []
     for source in sources:

@@ -317,7 +317,7 @@ def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Pa
     placed = cli(*model, "-f", "-", *given[:2], "-p", "why?", stdin=b"third")
     assert placed.out == cli(*model, "third\n\nfirst\n\nwhy?").out
     question = str(tmp_path / "a")
-    note = f"note: the prompt is the text {question!r}; for the file: -f {question}\n"
+    note = f"note: the prompt is the text {question!r}; to read the file: -f {question}\n"
     assert note in cli(*model, question).err
     lonely = cli(*model, "why?", stdin=b"")
     assert lonely.out == cli(*model, "why?").out

@@ -117,7 +117,7 @@ class ModelSetup:
 model_setup = group(
     ModelSetup,
     setup=setup.without("--logprobs", "--prompt-cache").with_default_in_words(
-        "--target", "the models on this disk, each by its name"
+        "--target", "all models on this disk, served by name"
     ),
 )
 
