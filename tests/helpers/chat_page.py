@@ -100,6 +100,14 @@ def answer(page: Page) -> str:
     return (turn(page).locator(".answer").text_content() or "").strip()
 
 
+def regenerate(page: Page) -> str:
+    """Let the last question be answered again, and return the answer when it is complete."""
+    # The page looks up what is stored before it asks; until then, it shows the answer before.
+    with page.expect_request(API):
+        page.get_by_role("button", name="Regenerate").last.click()
+    return answer(page)
+
+
 def rows(page: Page) -> Locator:
     """The conversations in the list."""
     return page.get_by_role("navigation").get_by_role("link")

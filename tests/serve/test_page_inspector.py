@@ -18,6 +18,7 @@ from tests.helpers.chat_page import (
     opened,
     page,
     question,
+    regenerate,
     reply,
     send,
     turn,
@@ -202,8 +203,7 @@ def test_the_panel_covers_nothing(
         page.goto(server.url)
         ask(page, "a dog")
         ask(page)
-        page.get_by_role("button", name="Regenerate").last.click()
-        answer(page)
+        regenerate(page)
         turn(page).get_by_role("button", name="Inspect tokens").click()
         expect(panel(page).get_by_role("table")).to_have_count(2)
         place = turn(page).locator(".inspected").first.bounding_box()
