@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from specgen.errors import UsageError
-from specgen.llama.model import CACHE_TYPES
+from specgen.llama.cache_types import CACHE_TYPES
 from specgen.option_values import checked_value, shown_value
 from specgen.options import CacheType, ContextOptions, KernelChoice
 from specgen.text.built_in_templates import BUILT_IN

@@ -21,20 +21,6 @@ from specgen.models.stored_models import shown_name
 from specgen.options import CacheType, Workers
 from specgen.system.files import version_of
 
-#: The types of values in a KV cache, and GGML's numbers for them.
-CACHE_TYPES: dict[CacheType, int] = {
-    "f32": 0,
-    "f16": 1,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 6,
-    "q5_1": 7,
-    "q8_0": 8,
-    "iq4_nl": 20,
-    "bf16": 30,
-}
-#: The number of values in the largest block of such a type.
-_N_IN_BLOCK = 32
 #: Architectures for which llama.cpp computes wrong results in a batch of several sequences.
 ONE_SEQUENCE = frozenset({"arwkv7", "plamo2", "rwkv6qwen2"})
 #: Architectures of encoders, which make embeddings.
@@ -330,33 +316,8 @@ class LlamaModel:
         type_k: CacheType,
         type_v: CacheType,
     ) -> int:
-        """Estimate the size of the KV cache for a context of `n_ctx` tokens.
-
-        If the file does not give the number of heads for each layer, all layers are assumed to be
-        like the first.
-        """
-        head_size = self.n_embd // self._n_heads
-        key_size = self.number("attention.key_length") or head_size
-        value_size = self.number("attention.value_length") or head_size
-        key_bytes = key_size * bytes_per_value(type_k)
-        value_bytes = value_size * bytes_per_value(type_v)
-        return int(n_ctx * self._n_kv_heads * (key_bytes + value_bytes))
-
-    @cached_property
-    def _n_heads(self) -> int:
-        """The number of heads of queries in a layer with attention; 1 if no layer has any."""
-        n_in_first_layer = int(llama_cpp.llama_model_n_head(self.handle))
-        in_each_layer = describe_model(self.file).numbers
-        return n_in_first_layer or max([1, *in_each_layer("attention.head_count")])
-
-    @cached_property
-    def _n_kv_heads(self) -> int:
-        """The number of heads of keys and values in all layers together."""
-        n_in_first_layer = int(llama_cpp.llama_model_n_head_kv(self.handle))
-        if n_in_first_layer > 0:
-            return self.n_layer * n_in_first_layer
-        # llama.cpp has the number of the first layer only.
-        return sum(describe_model(self.file).numbers("attention.head_count_kv"))
+        """Estimate the size of the KV cache for a context of `n_ctx` tokens."""
+        return describe_model(self.file).cache_bytes(n_ctx, type_k, type_v)
 
     def state_bytes(self) -> int:
         """Estimate the size of the recurrent state of a sequence; 0 if the model has none."""
@@ -430,11 +391,6 @@ class LlamaModel:
         if self.pooling is not None or not is_causal:
             return _EMBEDDING_MODEL
         return ""
-
-
-def bytes_per_value(cache_type: CacheType) -> float:
-    """Return the mean size of a value in a KV cache."""
-    return int(native.ggml_row_size(CACHE_TYPES[cache_type], _N_IN_BLOCK)) / _N_IN_BLOCK
 
 
 def pooling_in(architecture: str, pooling: int) -> int | None:

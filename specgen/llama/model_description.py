@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specgen.llama.cache_types import bytes_per_value
 from specgen.llama.gguf_file import opened_parts
 from specgen.llama.library import llama_cpp, native
 from specgen.models.files import parts_of
 from specgen.models.hub_names import SHA256
+from specgen.options import CacheType
 from specgen.system.files import version_of
 
 _FILE_TYPE_PREFIX = "LLAMA_FTYPE_"
@@ -77,6 +79,29 @@ class ModelDescription:
         It is empty if the file does not have it, or has the same number for all layers.
         """
         return self.lists.get(f"{self.architecture}.{key}", ())
+
+    def cache_bytes(
+        self,
+        n_ctx: int,
+        type_k: CacheType,
+        type_v: CacheType,
+    ) -> int:
+        """Estimate the size of the KV cache for a context of `n_ctx` tokens, in bytes."""
+        heads = "attention.head_count"
+        n_heads = max(1, self.number(heads), *self.numbers(heads))
+        head_size = self.n_embd // n_heads
+        key_size = self.number("attention.key_length") or head_size
+        value_size = self.number("attention.value_length") or head_size
+
+        # The heads of keys and values in all layers. (Without attention, there are none.)
+        n_kv_heads = sum(self.numbers("attention.head_count_kv"))
+        if n_kv_heads == 0:  # the same number for all layers
+            n_in_each_layer = self.number("attention.head_count_kv") or self.number(heads)
+            n_kv_heads = n_in_each_layer * self.number("block_count")
+
+        key_bytes = key_size * bytes_per_value(type_k)
+        value_bytes = value_size * bytes_per_value(type_v)
+        return int(n_ctx * n_kv_heads * (key_bytes + value_bytes))
 
     @property
     def has_learned_positions(self) -> bool:

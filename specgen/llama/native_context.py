@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specgen.errors import MemoryLimitError, UsageError
+from specgen.llama.cache_types import CACHE_TYPES
 from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp, use_threads
-from specgen.llama.model import CACHE_TYPES, LlamaModel
+from specgen.llama.model import LlamaModel
 from specgen.options import ContextOptions
 from specgen.system.machine import available_memory_bytes, usable_cores, usable_memory
 from specgen.system.quantities import human_bytes

@@ -17,7 +17,6 @@ from specgen.errors import BackendError, MemoryLimitError, ModelFileError, Usage
 from specgen.llama.file_check import check_file
 from specgen.llama.kernels.packed_weights import must_stream
 from specgen.llama.library import has_gpu
-from specgen.llama.model import bytes_per_value
 from specgen.llama.model_description import describe_model
 from specgen.llama.native_context import CONTEXT_OVERHEAD_BYTES, MAX_SEQUENCES
 from specgen.models.files import parts_of
@@ -118,18 +117,8 @@ def context_bytes(
     Raises:
         BackendError: If it is not a GGUF file.
     """
-    model = describe_model(file)
-    n_heads = max(1, model.number("attention.head_count"), *model.numbers("attention.head_count"))
-    n_heads_kv = sum(model.numbers("attention.head_count_kv"))
-    if not n_heads_kv:  # the same number for all layers
-        n_heads_kv = model.number("attention.head_count_kv") or n_heads
-        n_heads_kv *= model.number("block_count")
-    size = model.n_embd // n_heads
-    size_k = model.number("attention.key_length") or size
-    size_v = model.number("attention.value_length") or size
-    head_bytes = size_k * bytes_per_value(context.cache_type_k)
-    head_bytes += size_v * bytes_per_value(context.cache_type_v)
-    return int(n_tokens * n_heads_kv * head_bytes) + CONTEXT_OVERHEAD_BYTES
+    cells = describe_model(file).cache_bytes(n_tokens, context.cache_type_k, context.cache_type_v)
+    return cells + CONTEXT_OVERHEAD_BYTES
 
 
 def usual_n_ctx(wanted: int | None, n_train: int) -> int:

@@ -12,7 +12,6 @@ from tests.helpers.browser import browser
 from tests.helpers.chat_page import (
     API,
     CHATTING,
-    answer,
     ask,
     chunk_of,
     opened,
