@@ -605,6 +605,11 @@ class Figures:
     #: The figures of each category, if these are the overall ones; otherwise empty.
     categories: tuple[Figures, ...]
 
+    @property
+    def drafted_nothing(self) -> bool:
+        """Whether the contender reports its rounds, and none of them had a draft."""
+        return self.mean_accepted_length is not None and self.acceptance_rate is None
+
 
 #: What a contender's answer and plain decoding's have in common: temperature, prompt and round.
 _TurnKey: TypeAlias = tuple[float, int, int]
@@ -704,12 +709,15 @@ def speedup_sentences(figures: Sequence[Figures]) -> Iterator[str]:
     for each in figures:
         if each.contender == PLAIN:
             continue
+        at = f" at temperature {each.temperature:g}" if each.temperature else ""
+        name = f"{each.contender}{at}"
+        if each.drafted_nothing:
+            yield f"{name}: nothing was drafted, so there is no speed-up"
+            continue
         worst = each.worst_speedup
         best = each.best_speedup
         if each.speedup and worst and best:
-            gain = measured_speedup(each.speedup, worst, best, each.n_answers)
-            at = f" at temperature {each.temperature:g}" if each.temperature else ""
-            yield f"{each.contender}{at}: {gain}"
+            yield f"{name}: {measured_speedup(each.speedup, worst, best, each.n_answers)}"
 
 
 # --- the report

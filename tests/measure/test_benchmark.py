@@ -22,6 +22,7 @@ from specgen.measure.benchmark import (
     budget_of,
     entries_of,
     figures_of,
+    speedup_sentences,
     take_turns,
 )
 from specgen.measure.prompts import BenchPrompt
@@ -200,6 +201,20 @@ def test_counts_and_shares_are_over_all_answers() -> None:
     assert figures.acceptance_rate == pytest.approx(0.25)
     assert figures.mean_accepted_length == pytest.approx((5 * 2.0 + 15 * 4.0) / 20)
     assert figures.first_token == pytest.approx(2.0)
+
+
+def test_what_drafts_nothing_has_no_speedup() -> None:
+    figures = figures_of(
+        [
+            result("plain", 1, 10.0),
+            result("a", 1, 11.0, n_drafted=0, drafted_by_depth=(), n_accepted=0),
+            result("b", 1, 20.0),
+        ]
+    )
+    assert list(speedup_sentences(figures)) == [
+        "a: nothing was drafted, so there is no speed-up",
+        "b: 2.0 times as fast as without drafts (2.0 in 1 answer)",
+    ]
 
 
 # --- comparisons
