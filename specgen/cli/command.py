@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +12,12 @@ import typer.core
 from specgen.cli.help_pages import write_examples, write_options
 from specgen.cli.llama_cpp_options import translated
 from specgen.cli.typer_messages import COMMAND_LINE_ERROR
-from specgen.cli.user_defaults import user_defaults
-from specgen.system.files import named_file
+from specgen.cli.user_defaults import config_file, option_keys, user_defaults
+from specgen.errors import ModelFileError, UnknownModelError
+from specgen.system.files import named_file, path_of
+
+#: The options that name models, as config.toml spells them.
+_MODEL_KEYS = ("target", "draft", "pair")
 
 
 class Command(typer.core.TyperCommand):
@@ -51,6 +56,16 @@ class Command(typer.core.TyperCommand):
             ctx.default_map = user_defaults(ctx, given)
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. An error about a model says where its name comes from."""
+        try:
+            return super().invoke(ctx)
+        except (ModelFileError, UnknownModelError) as error:
+            place = _place_of_model(ctx, error.message)
+            if place is not None:
+                error.message = f"{place}: {error.message}"
+            raise
+
     def _parse_texts(
         self,
         ctx: Any,
@@ -67,6 +82,28 @@ class Command(typer.core.TyperCommand):
             error.ctx = ctx  # type: ignore[attr-defined]
             raise
         return given, extra_words
+
+
+def _place_of_model(ctx: Any, message: str) -> str | None:
+    """Return where the model is set that a message names.
+
+    Returns:
+        None if it was given on the command line, or the message names none of the models.
+    """
+    for option in ctx.command.params:
+        key, *_ = option_keys(option) or [""]
+        if key not in _MODEL_KEYS:
+            continue
+        given = ctx.params.get(option.name) or []
+        names = [given] if isinstance(given, str) else given
+        if not any(os.fspath(path_of(name)) in message for name in names):
+            continue
+        source = ctx.get_parameter_source(option.name).name
+        if source == "ENVIRONMENT":
+            return str(option.envvar)
+        if source == "DEFAULT_MAP":
+            return f"{config_file()}: {key}"
+    return None
 
 
 def _model_given_first(

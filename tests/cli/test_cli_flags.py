@@ -468,6 +468,25 @@ def test_commands_take_the_defaults_that_concern_them(
 
 
 @pytest.mark.parametrize(
+    ("setting", "message", "code"),
+    [
+        ('target = "missing/a.gguf"', "target: missing/a.gguf: no such file", 4),
+        ('draft = "no-such-model"', 'draft: there is no model "no-such-model"', 6),
+        ('pair = "no-such-pair"', 'pair: there is no pair "no-such-pair"', 6),
+    ],
+)
+def test_a_model_that_is_not_there_is_found_in_the_file(
+    specgen: Specgen, file: Path, target: Path, setting: str, message: str, code: int
+) -> None:
+    file.write_text(setting)
+    models = [] if "draft" not in setting else ["-m", str(target)]
+    assert complaint(specgen("run", *models, "a"), code).startswith(f"error: {file}: {message}")
+    if not models:
+        given = complaint(specgen("run", "-m", "missing/b.gguf", "a"), 4)
+        assert given.startswith("error: missing/b.gguf: no such file")
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("tmp = 1", "tmp: there is no such key"),
