@@ -85,10 +85,10 @@ class Command(typer.core.TyperCommand):
 
 
 def _place_of_model(ctx: Any, message: str) -> str | None:
-    """Return where the model is set that a message names.
+    """Return where the user's defaults set the model that a message names.
 
     Returns:
-        None if it was given on the command line, or the message names none of the models.
+        None if they do not, or the message names no model.
     """
     for option in ctx.command.params:
         key, *_ = option_keys(option) or [""]
@@ -98,10 +98,7 @@ def _place_of_model(ctx: Any, message: str) -> str | None:
         names = [given] if isinstance(given, str) else given
         if not any(os.fspath(path_of(name)) in message for name in names):
             continue
-        source = ctx.get_parameter_source(option.name).name
-        if source == "ENVIRONMENT":
-            return str(option.envvar)
-        if source == "DEFAULT_MAP":
+        if ctx.get_parameter_source(option.name).name == "DEFAULT_MAP":
             return f"{config_file()}: {key}"
     return None
 
