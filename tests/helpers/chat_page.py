@@ -78,6 +78,7 @@ def question(page: Page) -> Locator:
 
 def send(page: Page, text: str = QUESTION) -> Any:
     """Ask a question with the keyboard, and return the body of the request."""
+    expect(page.get_by_role("button", name="Send")).to_be_visible()  # the answer before is stored
     question(page).fill(text)
     with page.expect_request(API) as request:
         question(page).press("Enter")

@@ -54,6 +54,7 @@ def show_everything(page: Page) -> None:
     page.get_by_role("checkbox", name="Rejected tokens").check()
     show_list(page)
     act(page, "the first one", "Delete")
+    expect(rows(page)).to_have_count(1)
     hide_list(page)
     page.get_by_role("button", name="Edit question").first.click()
 

@@ -392,8 +392,10 @@ def test_a_tab_follows_what_another_one_changes(page: Page, server: Running) -> 
         page.get_by_role("textbox", name="Title").press("Enter")
         expect(rows(other)).to_contain_text("Animals")
         # Both go on with the same conversation, one after the other.
-        ask(page, "a mouse")
+        expected = ask(page, "a mouse")
         expect(other.locator(".turn")).to_have_count(3)
+        expect(turn(other).locator(".answer")).to_have_text(expected)
+        expect(turn(other).locator(".stats")).not_to_contain_text("unfinished")
         ask(other, "a bird")
         expect(page.locator(".turn")).to_have_count(4)
         expect(rows(page)).to_have_count(1)

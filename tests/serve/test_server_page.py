@@ -332,7 +332,7 @@ def test_a_late_answer_about_another_model_is_not_shown(browser: Browser, server
         about, menu = page.locator("#about"), page.get_by_label("Model")
         expect(about).to_have_text("drafts from draft of A")
         menu.select_option("B")
-        page.wait_for_function("window.release !== undefined")
+        wait_until(lambda: page.evaluate("window.release !== undefined"), "the late answer")
         menu.select_option("A")
         page.evaluate("release()")
         assert page.evaluate("new Promise(resolve => setTimeout(resolve, 0, true))")
