@@ -293,29 +293,6 @@ def test_an_answer_that_is_arriving_survives_a_reload(browser: Browser, endless:
         expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
 
 
-def test_a_conversation_of_an_older_version_is_taken_over_once(page: Page) -> None:
-    former = {
-        "question": QUESTION,
-        "text": "in the house",
-        "thought": "",
-        "pieces": [["in the", "accepted", "model"], [" house", "bonus"]],
-        "figures": "2 tokens",
-        "error": "",
-    }
-    page.evaluate(
-        "turns => localStorage.setItem('specgen / turns', JSON.stringify(turns))", [former]
-    )
-    for _ in range(2):
-        page.reload()
-        expect(rows(page)).to_have_count(1)
-        expect(turn(page).locator(".answer .accepted")).to_have_text("in the")
-        expect(turn(page).locator(".stats")).to_have_text("2 tokens")
-        expect(page.get_by_role("button", name="Save replay")).to_be_hidden()
-    page.goto(page.url.split("#")[0])
-    expect(rows(page)).to_have_count(1)
-    assert page.evaluate("localStorage.getItem('specgen / turns')") is None
-
-
 def test_a_conversation_is_saved_as_files_and_imported(page: Page, tmp_path: Path) -> None:
     answer_every_request(page, "It is **there**.\n")
     ask(page)

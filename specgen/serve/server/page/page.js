@@ -8,7 +8,6 @@ import { ConversationActions } from "./conversation_actions.js";
 import { ConversationList } from "./conversation_list.js";
 import { ConversationStore } from "./conversation_store.js";
 import { ConversationView } from "./conversation_view.js";
-import { takeOverFormerConversation } from "./former_storage.js";
 import { askForKey } from "./key_dialog.js";
 import { isSubmitKey } from "./keys.js";
 import { closeList, isListOpen, listenToListPanel } from "./list_panel.js";
@@ -227,11 +226,7 @@ function idInAddress() {
 // Fill the list of conversations, and show the one of the last visit to this tab.
 async function openStored() {
   try {
-    const formerId = await takeOverFormerConversation(store);
     await list.fill();
-    if (formerId !== null && idInAddress() === "") {
-      history.replaceState(null, "", `#${formerId}`);
-    }
     await openAddress();
   } catch (error) {
     console.warn(error); // the storage is blocked

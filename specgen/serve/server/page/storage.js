@@ -22,14 +22,6 @@ export function loadItem(name) {
   }
 }
 
-export function removeItem(name) {
-  try {
-    localStorage.removeItem(keyOf(name));
-  } catch {
-    // Blocked, so there is nothing to remove.
-  }
-}
-
 /** Call `listener` when another tab stores a value under this name. */
 export function onItemChange(name, listener) {
   addEventListener("storage", ({ key }) => {
