@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from bisect import bisect_left
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,15 +12,11 @@ from specgen.errors import PromptError, UsageError
 from specgen.events import CommittedEvent, Event, FinishedEvent, NoticeEvent, PromptEvent
 from specgen.session.engine import Engine
 from specgen.session.prompts import Prompt
+from specgen.session.prompts.context_window import room_for_prompt, turns_to_leave_out
 from specgen.session.prompts.template import Message
 from specgen.session.prompts.thoughts import ThoughtMarker, ThoughtReader
 from specgen.session.session import Session
 from specgen.system.files import replace_bytes, to_line, write_errors
-
-#: The share of the context that is reserved for an answer, unless answers are limited to less.
-_ANSWER_SHARE = 1 / 4
-#: If turns have to be left out, the remaining ones take at most this share of the context.
-_REMAINING_SHARE = 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +150,6 @@ class PromptWindow:
     ) -> tuple[Prompt, int]:
         """Return the prompt of the next answer, and the number of turns newly left out of it.
 
-        When turns have to be left out, more are left out than necessary. Each time it happens, the
-        remaining turns have to be prefilled again, so it should happen rarely.
-
         Args:
             conversation: The conversation; its last question is to be answered.
             max_tokens: The maximum number of tokens of the answer; negative for no limit.
@@ -182,24 +174,9 @@ class PromptWindow:
                 hint=self._session.fitting_hint(n_alone + 1, "a shorter message"),
             )
         n_before = self._n_left_out
-        if n_before < last and n_tokens(n_before) > self._n_ctx - self._n_reserved(max_tokens):
-            # Leave out as few turns as bring the prompt down to the goal. Lengths decrease with
-            # the number of turns left out; bisection needs an ascending order, so negate them.
-            n_goal = int(self._n_ctx * _REMAINING_SHARE)
-            self._n_left_out = bisect_left(
-                range(last),
-                -n_goal,
-                lo=n_before + 1,
-                key=lambda first: -n_tokens(first),
-            )
-        return prompt(self._n_left_out), self._n_left_out - n_before
-
-    def _n_reserved(self, max_tokens: int) -> int:
-        """Return the number of tokens of the context that are reserved for an answer."""
-        n_default = int(self._n_ctx * _ANSWER_SHARE)
-        if max_tokens < 0:  # no limit
-            return n_default
-        return min(n_default, max_tokens)
+        n_room = room_for_prompt(self._n_ctx, max_tokens)
+        self._n_left_out = turns_to_leave_out(last + 1, self._n_ctx, n_room, n_tokens)
+        return prompt(self._n_left_out), max(0, self._n_left_out - n_before)
 
     def notice(self, conversation: Conversation, n_turns: int) -> str:
         """Return the notice that `n_turns` more turns are left out from now on."""

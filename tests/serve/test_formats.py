@@ -311,9 +311,8 @@ def test_what_an_agent_sends_as_items() -> None:
     assert [each.name for each in asked.tools.callable] == ["exec_command"]
     assert (asked.tools.must_call, asked.tools.is_parallel) == (False, True)
     assert (asked.generation.max_tokens, asked.variables) == (4, {"enable_thinking": False})
-    assert {"input[8]", "tools[1].format", "tools[2]", "tools[3]", "truncation"} <= set(
-        fields(asked)
-    )
+    assert {"input[8]", "tools[1].format", "tools[2]", "tools[3]"} <= set(fields(asked))
+    assert asked.leaves_out_turns
 
 
 def test_what_an_agent_sends_as_messages() -> None:
@@ -640,7 +639,6 @@ def test_ignored_fields_are_mentioned() -> None:
         "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
         "prompt_cache_key": "k",
         "service_tier": "auto",
-        "truncation": "auto",
         "store": True,
         "text": {"verbosity": "low"},
         "reasoning": {"context": "auto"},

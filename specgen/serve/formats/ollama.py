@@ -95,6 +95,8 @@ class OllamaChatRequest(OllamaRequest):
 
     #: Messages in OpenAI's form, with Ollama's fields.
     messages: list[Any] = []
+    #: Whether the oldest turns are left out if the conversation does not fit into the context.
+    truncate: bool = True
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -123,6 +125,7 @@ def read_ollama_chat(body: Json, defaults: Defaults) -> ParsedRequests:
         requests = _chat(fields.openai_body(messages=fields.messages), defaults)
     else:
         requests = _loading_only(fields, defaults)
+    requests = tuple(replace(request, leaves_out_turns=fields.truncate) for request in requests)
     return _for_ollama(requests, answer_field="message")
 
 

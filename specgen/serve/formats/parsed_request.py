@@ -60,6 +60,8 @@ class ParsedRequest:
     messages: tuple[Message, ...] = ()
     #: Whether the last message is the beginning of the answer.
     continues: bool = False
+    #: Whether the oldest turns are left out if the conversation does not fit into the context.
+    leaves_out_turns: bool = False
     text: str = ""
     #: Tokens that come before the prompt: those of an earlier request and its answer.
     earlier_tokens: tuple[int, ...] = ()

@@ -47,6 +47,7 @@ _ECHOED_FIELDS: Json = {
     "parallel_tool_calls": True,
     "tool_choice": "auto",
     "tools": [],
+    "truncation": "disabled",
 }
 #: The prefixes of the ids of items, by type.
 _ID_PREFIXES = {
@@ -97,6 +98,8 @@ class ResponsesRequest(ChatRequest):
     input: Annotated[list[ResponseItem], BeforeValidator(_as_items), Field(min_length=1)]
     #: How detailed a summary of the thoughts is wanted; None for no summary.
     summary: str | None = Field(None, validation_alias=AliasPath("reasoning", "summary"))
+    #: Whether the oldest turns are left out if the conversation does not fit into the context.
+    truncation: Literal["auto", "disabled"] = "disabled"
     #: Additional parts of the response, of which specgen has only `_ENCRYPTED_THOUGHTS`.
     include: list[str] = []
 
@@ -130,7 +133,8 @@ def read_response_request(body: Json, defaults: Defaults = NO_DEFAULTS) -> Parse
         summarizes_thoughts=fields.summary is not None,
     )
     request = fields.parsed_chat(messages, defaults, writer, warnings)
-    return (replace(request, splits_reasoning=True),)
+    leaves_out_turns = fields.truncation == "auto"
+    return (replace(request, splits_reasoning=True, leaves_out_turns=leaves_out_turns),)
 
 
 def _messages(fields: ResponsesRequest, warnings: list[str]) -> tuple[Message, ...]:

@@ -24,6 +24,7 @@ from specgen.serve.formats.engine_requests import (
     prompt_of,
 )
 from specgen.serve.formats.fields import Json
+from specgen.serve.formats.old_turns import without_old_turns
 from specgen.serve.formats.parsed_request import ParsedRequest, ParsedRequests
 from specgen.serve.formats.request_errors import BodyError, RequestError
 from specgen.serve.server.http import EventStream, while_connected
@@ -98,10 +99,25 @@ def _submit(
     # Check the queue before the prompts are tokenized, which may take long.
     model.check_room(n_answers)
 
+    requests = tuple(_within_limits(request, model, limits) for request in requests)
     inserts: list[Insert] = []
     for request in requests:
         inserts += _inserts(request, model, limits)
     return requests, model.submit(inserts, loop)
+
+
+def _within_limits(
+    request: ParsedRequest,
+    model: ServedModel,
+    limits: Limits,
+) -> ParsedRequest:
+    """Return a request within the server's limits: of its answer, and perhaps of its turns."""
+    generation = request.generation
+    if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
+        generation = replace(generation, max_tokens=limits.answer_tokens)
+        request = replace(request, generation=generation)
+    n_ctx = model.engine.n_ctx
+    return without_old_turns(request, model.session, n_ctx, _max_prompt_tokens(n_ctx, limits))
 
 
 def _inserts(
@@ -110,24 +126,26 @@ def _inserts(
     limits: Limits,
 ) -> list[Insert]:
     """Return a function for each answer to a prompt, which inserts it into the engine."""
-    generation = request.generation
-    if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
-        generation = replace(generation, max_tokens=limits.answer_tokens)
-        request = replace(request, generation=generation)
     n_ctx = model.engine.n_ctx
     prompt = prompt_of(request, model.session, n_ctx)
     _check_length(len(prompt.tokens), n_ctx, limits)
     return inserts_of(request, prompt)
 
 
+def _max_prompt_tokens(n_ctx: int, limits: Limits) -> int:
+    """Return the number of tokens that a prompt may have, by the context and the server's limit."""
+    if limits.prompt_tokens > 0:
+        return min(n_ctx, limits.prompt_tokens)
+    return n_ctx
+
+
 def _check_length(n_tokens: int, n_ctx: int, limits: Limits) -> None:
     """Raise `PromptLengthError` if a prompt exceeds the context, or the limit of the server."""
-    max_tokens = n_ctx
-    limit = f"the context has {n_ctx}"
-    if 0 < limits.prompt_tokens < n_ctx:
-        max_tokens = limits.prompt_tokens
-        limit = f"at most {max_tokens} are allowed"
+    max_tokens = _max_prompt_tokens(n_ctx, limits)
     if n_tokens > max_tokens:
+        limit = f"at most {max_tokens} are allowed"
+        if max_tokens == n_ctx:
+            limit = f"the context has {n_ctx}"
         message = f"the prompt has {n_tokens} tokens, but {limit}"
         raise PromptLengthError(message, n_tokens, max_tokens)
 

@@ -1,5 +1,5 @@
-// Which turns fit into the context. The rules are those of `specgen chat`
-// (specgen/session/conversation.py).
+// Which turns fit into the context. (specgen/session/prompts/context_window.py has the same shares,
+// but does not know what was left out of earlier prompts.)
 
 // The share of the context that is reserved for an answer, unless answers are limited to less.
 const ANSWER_SHARE = 1 / 4;
