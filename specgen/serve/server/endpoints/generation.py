@@ -111,7 +111,7 @@ def _within_limits(
     model: ServedModel,
     limits: Limits,
 ) -> ParsedRequest:
-    """Return a request within the server's limits: of its answer, and perhaps of its turns."""
+    """Return a request within the server's limits, and without old turns that do not fit."""
     generation = request.generation
     if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
         generation = replace(generation, max_tokens=limits.answer_tokens)
