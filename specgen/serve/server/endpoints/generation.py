@@ -21,15 +21,15 @@ from specgen.serve.formats.engine_requests import (
     Reader,
     inserts_of,
     parse_requests,
-    prompt_of,
 )
 from specgen.serve.formats.fields import Json
-from specgen.serve.formats.old_turns import without_old_turns
+from specgen.serve.formats.old_turns import fitting_prompt
 from specgen.serve.formats.parsed_request import ParsedRequest, ParsedRequests
 from specgen.serve.formats.request_errors import BodyError, RequestError
 from specgen.serve.server.http import EventStream, while_connected
 from specgen.serve.server.jobs import Job, ServedModel
 from specgen.serve.server.options import Limits
+from specgen.session.prompts import Prompt
 
 
 async def generate(
@@ -99,37 +99,34 @@ def _submit(
     # Check the queue before the prompts are tokenized, which may take long.
     model.check_room(n_answers)
 
-    requests = tuple(_within_limits(request, model, limits) for request in requests)
+    limited_requests: list[ParsedRequest] = []
     inserts: list[Insert] = []
     for request in requests:
-        inserts += _inserts(request, model, limits)
-    return requests, model.submit(inserts, loop)
+        limited_request, prompt = _within_limits(request, model, limits)
+        limited_requests.append(limited_request)
+        inserts += inserts_of(limited_request, prompt)
+    return tuple(limited_requests), model.submit(inserts, loop)
 
 
 def _within_limits(
     request: ParsedRequest,
     model: ServedModel,
     limits: Limits,
-) -> ParsedRequest:
-    """Return a request within the server's limits, and without old turns that do not fit."""
+) -> tuple[ParsedRequest, Prompt]:
+    """Return a request within the server's limits, and its prompt.
+
+    Raises:
+        PromptError: If the prompt exceeds the limits.
+    """
     generation = request.generation
     if limits.answer_tokens > 0 and not 0 <= generation.max_tokens <= limits.answer_tokens:
         generation = replace(generation, max_tokens=limits.answer_tokens)
         request = replace(request, generation=generation)
     n_ctx = model.engine.n_ctx
-    return without_old_turns(request, model.session, n_ctx, _max_prompt_tokens(n_ctx, limits))
-
-
-def _inserts(
-    request: ParsedRequest,
-    model: ServedModel,
-    limits: Limits,
-) -> list[Insert]:
-    """Return a function for each answer to a prompt, which inserts it into the engine."""
-    n_ctx = model.engine.n_ctx
-    prompt = prompt_of(request, model.session, n_ctx)
+    max_tokens = _max_prompt_tokens(n_ctx, limits)
+    request, prompt = fitting_prompt(request, model.session, n_ctx, max_tokens)
     _check_length(len(prompt.tokens), n_ctx, limits)
-    return inserts_of(request, prompt)
+    return request, prompt
 
 
 def _max_prompt_tokens(n_ctx: int, limits: Limits) -> int:
