@@ -4,13 +4,14 @@
 //     SOURCE=instruction_sets/avx512_vnni.cpp
 //     g++ FLAGS -IOLD/kernels -Davx512_vnni_set=before -c OLD/kernels/$SOURCE -o before.o
 //     g++ FLAGS -Ikernels -Davx512_vnni_set=after -c kernels/$SOURCE -o after.o
-//     g++ -O3 -std=c++17 -Ikernels kernels/tests/attention_bench.cpp *.o -o bench -pthread
+//     g++ -O3 -z muldefs -Ikernels kernels/tests/attention_bench.cpp *.o -o bench -pthread
 //     ./bench 14105 f16 2          cells, type of the cache, threads
 //     ./bench 16384 f16 2 512 2    the same, rows (512: those of a prompt), layers
 //
-// where FLAGS are those of scripts/build_kernels.py. A job is a layer of Qwen2.5 1.5B for the last
-// tokens of a text. The layers are computed in turn, so that their caches are read from memory.
-// "read" is the time to read a cache without computing anything.
+// where FLAGS are those of scripts/build_kernels.py. (The file has a second set, for AMD, which is
+// then defined twice.) A job is a layer of Qwen2.5 1.5B for the last tokens of a text. The layers
+// are computed in turn, so that their caches are read from memory. "read" is the time to read a
+// cache without computing anything.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
