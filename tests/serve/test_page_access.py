@@ -284,6 +284,14 @@ def test_nothing_is_wider_than_the_window(shown_page: Page) -> None:
     assert panel.evaluate("panel => panel.offsetWidth") <= width
 
 
+def test_the_title_of_an_answer_is_visible(shown_page: Page) -> None:
+    answer_every_request(shown_page, ANSWER)
+    ask(shown_page)
+    title = turn(shown_page).get_by_role("heading", name="A title")
+    expect(title).to_have_css("position", "static")
+    expect(title).to_have_css("clip-path", "none")
+
+
 @pytest.mark.parametrize("width", [1280, 960, 640, 400, 320])
 def test_a_menu_of_models_fits_into_the_header(
     browser: Browser, server: Running, width: int
