@@ -65,6 +65,15 @@ def test_each_paragraph_has_the_direction_of_its_script(page: Page) -> None:
     expect(turn(page).locator(".question")).to_have_css("direction", "ltr")
 
 
+def test_a_list_has_its_bullets_on_the_side_where_its_text_begins(page: Page) -> None:
+    shown = show(page, "English.\n\n- أولاً!\n- second\n\nand\n\n1. one\n2. ثانيًا\n")
+    for name, direction in (("ul", "rtl"), ("ol", "ltr")):
+        expect(shown.locator(name)).to_have_css("direction", direction)
+        for item in shown.locator(f"{name} > li").all():
+            expect(item).to_have_css("direction", direction)
+            expect(item).not_to_have_css("unicode-bidi", "plaintext")
+
+
 # --- code ----------------------------------------------------------------------------------------
 
 

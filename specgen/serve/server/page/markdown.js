@@ -97,7 +97,10 @@ function rendered(text) {
   }
   fragment.querySelectorAll("a").forEach(openInNewTab);
   fragment.querySelectorAll("pre").forEach(frameCodeBlock);
-  fragment.querySelectorAll("table").forEach((table) => wrap(table, "wide"));
+  fragment.querySelectorAll("table").forEach(frameTable);
+  fragment.querySelectorAll("ul, ol").forEach((list) => {
+    list.dir = "auto";
+  });
   return fragment;
 }
 
