@@ -146,6 +146,20 @@ def test_formulas_are_shown_as_such(page: Page) -> None:
     assert shown.locator("[style]").count() == 0
 
 
+def test_a_box_has_one_border(page: Page) -> None:
+    """Firefox and Safari draw the notation "box", and Chromium does not."""
+    box = show(page, r"$$\boxed{E = mc^2}$$").locator("menclose")
+    expect(box).to_have_attribute("notation", "")
+    expect(box).to_have_css("border-left-style", "solid")
+
+
+def test_aligned_equations_have_no_gap_before_their_signs(page: Page) -> None:
+    shown = show(page, r"$$\begin{aligned} x &= 1 \\ y &= 2 \end{aligned}$$")
+    left, right = shown.locator("mtr").first.locator("mtd").all()
+    expect(left).to_have_css("padding-right", "0px")
+    expect(right).to_have_css("padding-left", "0px")
+
+
 @pytest.mark.parametrize(
     "text",
     [
