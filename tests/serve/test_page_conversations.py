@@ -143,6 +143,20 @@ def test_a_right_click_opens_the_menu_of_a_conversation(page: Page) -> None:
     expect(menu).to_be_hidden()
 
 
+def test_a_click_closes_a_menu_where_clicked_buttons_get_no_focus(page: Page) -> None:
+    """In Safari, a click focuses only what has a tabindex."""
+    ask(page)
+    page.evaluate("""() => addEventListener("mousedown", (event) => {
+        event.preventDefault();
+        event.target.closest("[tabindex]").focus();
+    })""")
+    button = page.get_by_label("Actions for")
+    button.click()
+    expect(page.get_by_role("menu")).to_be_visible()
+    button.click()
+    expect(page.get_by_role("menu")).to_be_hidden()
+
+
 @pytest.mark.parametrize("key", ["ContextMenu", "Shift+F10"])
 def test_a_key_opens_the_menu_of_a_conversation(page: Page, key: str) -> None:
     ask(page)
