@@ -183,7 +183,7 @@ function onButton(element, className, act) {
 }
 
 function handleEscape(event) {
-  const isOfDialog = document.querySelector("dialog[open], :popover-open") !== null;
+  const isOfDialog = document.querySelector("dialog[open]") !== null;
   if (event.key !== "Escape" || isOfDialog) {
     return;
   }
