@@ -307,6 +307,23 @@ def test_an_answer_that_is_arriving_survives_a_reload(browser: Browser, endless:
         expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
 
 
+def test_an_answer_is_stored_before_the_page_is_hidden(browser: Browser, endless: Running) -> None:
+    """Firefox then ends the connection, and Safari stores nothing after that."""
+    with opened(browser, endless.url) as page:
+        send(page)
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        # Here, no other page follows.
+        page.evaluate("dispatchEvent(new Event('beforeunload'))")
+        expect(turn(page).locator(".stats")).to_contain_text("unfinished")
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        send(page, "a dog")
+        page.get_by_role("button", name="Stop").click()
+        expect(turn(page).locator(".stats")).to_contain_text("stopped")
+        page.reload()
+        expect(page.locator(".turn .question")).to_have_text([QUESTION, "a dog"])
+        expect(rows(page)).to_have_count(1)
+
+
 def test_a_conversation_is_saved_as_files_and_imported(page: Page, tmp_path: Path) -> None:
     answer_every_request(page, "It is **there**.\n")
     ask(page)
