@@ -525,6 +525,8 @@ def test_the_page_works_where_all_storage_is_blocked(browser: Browser, server: R
             "for (const name of ['localStorage', 'sessionStorage', 'indexedDB']) {"
             "    Object.defineProperty(window, name, { get() { throw new Error('blocked'); } });"
             "}"
+            # Firefox blocks this, too.
+            "BroadcastChannel = class { constructor() { throw new Error('blocked'); } };"
         )
         page = context.new_page()
         page.goto(server.url)
