@@ -135,6 +135,8 @@ def test_a_replay_is_a_file_that_works_without_the_server(page: Page, tmp_path: 
         text = replay.locator("#answer span:not(.rejected)").all_text_contents()
         assert "".join(text) == "".join(shown.split())
         assert "prompt tokens" in (replay.locator("#about").text_content() or "")
+        headers = replay.get_by_role("main").get_by_role("columnheader")
+        expect(headers).to_have_text(["token", "draft", "target", "kind"])
     bars = turn(page).locator(".passes span").all_text_contents()
     page.reload()
     assert bars
