@@ -436,7 +436,8 @@ def test_nothing_in_an_answer_runs_or_loads(page: Page, text: str) -> None:
     attributes = shown.locator("*").evaluate_all(
         "all => all.flatMap(each => [...each.attributes].map(one => one.name))"
     )
-    known = {"href", "target", "rel", "type", "class", "title", "data-token", "data-language"}
+    known = {"href", "target", "rel", "type", "class", "title", "tabindex"}
+    known |= {"data-token", "data-language"}
     assert set(attributes) <= known
     tags = shown.locator("*").evaluate_all("all => all.map(each => each.tagName)")
     assert set(tags) <= {"P", "A", "BR", "DIV", "PRE", "CODE", "BUTTON", "SPAN"}
