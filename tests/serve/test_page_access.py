@@ -158,6 +158,28 @@ def test_everything_has_a_name_for_screen_readers(page: Page) -> None:
         assert page.locator(f"css=body >> role={role}").count() == 1, role
 
 
+def test_everything_is_in_a_landmark_and_can_be_scrolled_with_the_keyboard(page: Page) -> None:
+    answer_every_request(page, ANSWER)
+    ask(page)
+    expect(page.get_by_role("form", name="Ask a question")).to_contain_text("Drafts")
+    # What is said to open the legend is what is seen.
+    summary = page.locator(".legend summary")
+    expect(summary).to_have_accessible_name("accepted corrected bonus plain")
+    for name in ("pre", ".wide"):
+        expect(turn(page).locator(name)).to_have_attribute("tabindex", "0")
+
+
+def test_the_enter_that_ends_a_composition_sends_nothing(page: Page) -> None:
+    """Safari reports it after the composition, with the code of keys that a method handled."""
+    question(page).fill("\u732b")
+    page.evaluate("""() => document.getElementById("question").dispatchEvent(
+        new KeyboardEvent("keydown", { key: "Enter", keyCode: 229, cancelable: true }))""")
+    expect(question(page)).to_have_value("\u732b")
+    expect(page.locator(".turn")).to_have_count(0)
+    assert ask(page, "\u732b")
+    expect(page.locator(".turn")).to_have_count(1)
+
+
 def test_a_copy_keeps_the_focus_where_there_is_no_clipboard(
     browser: Browser, server: Running
 ) -> None:
@@ -282,6 +304,14 @@ def test_nothing_is_wider_than_the_window(shown_page: Page) -> None:
     panel = shown_page.get_by_role("dialog")
     assert panel.evaluate("panel => panel.scrollWidth <= panel.clientWidth")
     assert panel.evaluate("panel => panel.offsetWidth") <= width
+
+
+def test_the_title_of_an_answer_is_visible(shown_page: Page) -> None:
+    answer_every_request(shown_page, ANSWER)
+    ask(shown_page)
+    title = turn(shown_page).get_by_role("heading", name="A title")
+    expect(title).to_have_css("position", "static")
+    expect(title).to_have_css("clip-path", "none")
 
 
 @pytest.mark.parametrize("width", [1280, 960, 640, 400, 320])

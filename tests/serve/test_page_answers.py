@@ -65,6 +65,15 @@ def test_each_paragraph_has_the_direction_of_its_script(page: Page) -> None:
     expect(turn(page).locator(".question")).to_have_css("direction", "ltr")
 
 
+def test_a_list_has_its_bullets_on_the_side_where_its_text_begins(page: Page) -> None:
+    shown = show(page, "English.\n\n- أولاً!\n- second\n\nand\n\n1. one\n2. ثانيًا\n")
+    for name, direction in (("ul", "rtl"), ("ol", "ltr")):
+        expect(shown.locator(name)).to_have_css("direction", direction)
+        for item in shown.locator(f"{name} > li").all():
+            expect(item).to_have_css("direction", direction)
+            expect(item).not_to_have_css("unicode-bidi", "plaintext")
+
+
 # --- code ----------------------------------------------------------------------------------------
 
 
@@ -135,6 +144,20 @@ def test_formulas_are_shown_as_such(page: Page) -> None:
     assert shown.locator("td math").count() == 1
     assert "$" not in (shown.text_content() or "")
     assert shown.locator("[style]").count() == 0
+
+
+def test_a_box_has_one_border(page: Page) -> None:
+    """Firefox and Safari draw the notation "box", and Chromium does not."""
+    box = show(page, r"$$\boxed{E = mc^2}$$").locator("menclose")
+    expect(box).to_have_attribute("notation", "")
+    expect(box).to_have_css("border-left-style", "solid")
+
+
+def test_aligned_equations_have_no_gap_before_their_signs(page: Page) -> None:
+    shown = show(page, r"$$\begin{aligned} x &= 1 \\ y &= 2 \end{aligned}$$")
+    cells = shown.locator("mtr").first.locator("mtd")
+    expect(cells.nth(0)).to_have_css("padding-right", "0px")
+    expect(cells.nth(1)).to_have_css("padding-left", "0px")
 
 
 @pytest.mark.parametrize(

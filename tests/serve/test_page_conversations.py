@@ -143,6 +143,20 @@ def test_a_right_click_opens_the_menu_of_a_conversation(page: Page) -> None:
     expect(menu).to_be_hidden()
 
 
+def test_a_click_closes_a_menu_where_clicked_buttons_get_no_focus(page: Page) -> None:
+    """In Safari, a click focuses only what has a tabindex."""
+    ask(page)
+    page.evaluate("""() => addEventListener("mousedown", (event) => {
+        event.preventDefault();
+        event.target.closest("[tabindex]").focus();
+    })""")
+    button = page.get_by_label("Actions for")
+    button.click()
+    expect(page.get_by_role("menu")).to_be_visible()
+    button.click()
+    expect(page.get_by_role("menu")).to_be_hidden()
+
+
 @pytest.mark.parametrize("key", ["ContextMenu", "Shift+F10"])
 def test_a_key_opens_the_menu_of_a_conversation(page: Page, key: str) -> None:
     ask(page)
@@ -291,6 +305,23 @@ def test_an_answer_that_is_arriving_survives_a_reload(browser: Browser, endless:
         expect(turn(page).locator(".stats")).to_contain_text("unfinished")
         expect(turn(page).locator(".question")).to_have_text(QUESTION)
         expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
+
+
+def test_an_answer_is_stored_before_the_page_is_hidden(browser: Browser, endless: Running) -> None:
+    """Firefox then ends the connection, and Safari stores nothing after that."""
+    with opened(browser, endless.url) as page:
+        send(page)
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        # Here, no other page follows.
+        page.evaluate("dispatchEvent(new Event('beforeunload'))")
+        expect(turn(page).locator(".stats")).to_contain_text("unfinished")
+        expect(turn(page).locator(".answer span").nth(3)).to_be_attached()
+        send(page, "a dog")
+        page.get_by_role("button", name="Stop").click()
+        answer(page)  # which is stored then
+        page.reload()
+        expect(page.locator(".turn .question")).to_have_text([QUESTION, "a dog"])
+        expect(rows(page)).to_have_count(1)
 
 
 def test_a_conversation_is_saved_as_files_and_imported(page: Page, tmp_path: Path) -> None:

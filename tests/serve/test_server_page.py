@@ -135,6 +135,8 @@ def test_a_replay_is_a_file_that_works_without_the_server(page: Page, tmp_path: 
         text = replay.locator("#answer span:not(.rejected)").all_text_contents()
         assert "".join(text) == "".join(shown.split())
         assert "prompt tokens" in (replay.locator("#about").text_content() or "")
+        headers = replay.get_by_role("main").get_by_role("columnheader")
+        expect(headers).to_have_text(["token", "draft", "target", "kind"])
     bars = turn(page).locator(".passes span").all_text_contents()
     page.reload()
     assert bars
@@ -434,7 +436,8 @@ def test_nothing_in_an_answer_runs_or_loads(page: Page, text: str) -> None:
     attributes = shown.locator("*").evaluate_all(
         "all => all.flatMap(each => [...each.attributes].map(one => one.name))"
     )
-    known = {"href", "target", "rel", "type", "class", "title", "data-token", "data-language"}
+    known = {"href", "target", "rel", "type", "class", "title", "tabindex"}
+    known |= {"data-token", "data-language"}
     assert set(attributes) <= known
     tags = shown.locator("*").evaluate_all("all => all.map(each => each.tagName)")
     assert set(tags) <= {"P", "A", "BR", "DIV", "PRE", "CODE", "BUTTON", "SPAN"}
@@ -525,6 +528,8 @@ def test_the_page_works_where_all_storage_is_blocked(browser: Browser, server: R
             "for (const name of ['localStorage', 'sessionStorage', 'indexedDB']) {"
             "    Object.defineProperty(window, name, { get() { throw new Error('blocked'); } });"
             "}"
+            # Firefox blocks this, too.
+            "BroadcastChannel = class { constructor() { throw new Error('blocked'); } };"
         )
         page = context.new_page()
         page.goto(server.url)

@@ -35,6 +35,7 @@ export function frameCodeBlock(block) {
   if (language !== undefined) {
     frame.dataset.language = language;
   }
+  block.tabIndex = 0; // Safari scrolls only this way with the keyboard
   block.replaceWith(frame);
   frame.append(block, copyButton());
 }

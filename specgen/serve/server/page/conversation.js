@@ -149,8 +149,10 @@ export class Conversation {
 
   /** Let other pages store the conversation, since this one is being closed. */
   leave() {
-    this.#store.leave(this.saved());
-    this.#isLeft = true;
+    if (!this.#isLeft) {
+      this.#store.leave(this.saved());
+      this.#isLeft = true;
+    }
   }
 
   /** Show what is stored, such as what another tab has; turns that are the same stay. */

@@ -46,13 +46,16 @@ export class ConversationStore {
   #opening;
   // The database; null until it is open.
   #database = null;
-  #channel = new BroadcastChannel(STORAGE_NAME);
+  // Tells other tabs what has changed; null if the browser blocks it.
+  #channel = openChannel();
   #listeners = [];
 
   constructor() {
     this.#opening = this.#open();
     this.#opening.catch(() => {}); // whoever uses the store gets the error
-    this.#channel.onmessage = ({ data: id }) => this.#hear(id);
+    if (this.#channel !== null) {
+      this.#channel.onmessage = ({ data: id }) => this.#hear(id);
+    }
   }
 
   /**
@@ -109,7 +112,7 @@ export class ConversationStore {
     transaction?.done.catch(() => {});
     transaction?.store.put({ ...conversation, id, conversationId: conversation.id });
     transaction?.commit();
-    this.#channel.postMessage(id);
+    this.#channel?.postMessage(id);
   }
 
   /** Store what this page left, since it is shown again; other pages may have done so. */
@@ -234,12 +237,21 @@ export class ConversationStore {
   }
 
   #announce(id) {
-    this.#channel.postMessage(id);
+    this.#channel?.postMessage(id);
     this.#notify(id, false);
   }
 
   #notify(id, isFromOtherTab) {
     this.#listeners.forEach((listener) => listener(id, isFromOtherTab));
+  }
+}
+
+// Firefox blocks channels to other tabs with its storage.
+function openChannel() {
+  try {
+    return new BroadcastChannel(STORAGE_NAME);
+  } catch {
+    return null;
   }
 }
 

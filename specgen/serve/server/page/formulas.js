@@ -172,7 +172,14 @@ function typeset(tex, isDisplayed) {
   const withoutStyles = html.replace(/ style="[^"]*"/g, "");
   const math = DOMPurify.sanitize(withoutStyles, SANITIZER_OPTIONS).querySelector("math");
   math?.querySelector("annotation")?.remove();
+  math?.querySelectorAll('menclose[notation="box"]').forEach(leaveBoxToStyleSheet);
   return math;
+}
+
+// Firefox and Safari draw a box by themselves, and Chromium does not: the style sheet does for all.
+function leaveBoxToStyleSheet(element) {
+  element.setAttribute("notation", "");
+  element.classList.add("boxed");
 }
 
 async function loadKatex() {

@@ -97,7 +97,10 @@ function rendered(text) {
   }
   fragment.querySelectorAll("a").forEach(openInNewTab);
   fragment.querySelectorAll("pre").forEach(frameCodeBlock);
-  fragment.querySelectorAll("table").forEach((table) => wrap(table, "wide"));
+  fragment.querySelectorAll("table").forEach(frameTable);
+  fragment.querySelectorAll("ul, ol").forEach((list) => {
+    list.dir = "auto";
+  });
   return fragment;
 }
 
@@ -117,12 +120,13 @@ function openInNewTab(link) {
   }
 }
 
-// Put an element into a new one, which takes its place.
-function wrap(element, className) {
-  const wrapper = document.createElement("div");
-  wrapper.className = className;
-  element.replaceWith(wrapper);
-  wrapper.append(element);
+// Put a table into a frame, in which it scrolls if it is wide.
+function frameTable(table) {
+  const frame = document.createElement("div");
+  frame.className = "wide";
+  frame.tabIndex = 0; // Safari scrolls only this way with the keyboard
+  table.replaceWith(frame);
+  frame.append(table);
 }
 
 function htmlAsText({ text }) {

@@ -27,6 +27,8 @@ import { withdrawUndo } from "./undo_bar.js";
 
 const NOT_HERE = "This browser has no such conversation.";
 const DELETED_ELSEWHERE = "The conversation was deleted in another tab.";
+// If the browser has not left the page after this time, it probably does not.
+const MAX_LEAVING_MS = 3000;
 
 const elementOf = (id) => document.getElementById(id);
 const composer = elementOf("composer");
@@ -50,6 +52,8 @@ const turnActions = new TurnActions(client, store, answerer, offerToRestore, ask
 
 // The conversation that is shown. A new one is stored with its first question.
 let current = newConversation();
+// Ends an attempt to leave the page.
+let stayTimer = null;
 
 listen();
 fillLegend(document.querySelector(".legend"));
@@ -68,12 +72,7 @@ function listen() {
   listenToList();
   document.addEventListener("keydown", handleEscape);
   addEventListener("hashchange", openAddress);
-  addEventListener("pagehide", () => {
-    for (const conversation of answerer.conversations) {
-      conversation.leave();
-      answerer.stop(conversation); // otherwise the browser does, which looks like an error
-    }
-  });
+  addEventListener("pagehide", leave);
   addEventListener("pageshow", ({ persisted }) => {
     if (persisted) {
       comeBack();
@@ -183,7 +182,7 @@ function onButton(element, className, act) {
 }
 
 function handleEscape(event) {
-  const isOfDialog = document.querySelector("dialog[open], :popover-open") !== null;
+  const isOfDialog = document.querySelector("dialog[open]") !== null;
   if (event.key !== "Escape" || isOfDialog) {
     return;
   }
@@ -232,6 +231,23 @@ async function openStored() {
     console.warn(error); // the storage is blocked
     showNotice(NOT_STORED);
   }
+}
+
+// Leave the answers that are arriving to other pages, or to this one when it is shown again.
+function leave() {
+  clearTimeout(stayTimer);
+  for (const conversation of answerer.conversations) {
+    conversation.leave();
+    answerer.stop(conversation); // otherwise the browser does, which looks like an error
+  }
+}
+
+// The same before the browser asks for the next page, while an answer is arriving: Firefox then
+// ends the connection at once, and Safari stores nothing any more once it has hidden the page. If
+// there is no next page after all, such as when a file is downloaded, this one comes back.
+function leaveSoon() {
+  leave();
+  stayTimer = setTimeout(comeBack, MAX_LEAVING_MS);
 }
 
 // The browser has kept the page, and shows it again: catch up with what has changed meanwhile.
@@ -343,6 +359,15 @@ async function ask(conversation, text, attachments) {
   return turn;
 }
 
+// Only while an answer arrives, because Firefox keeps no page with this listener to go back to.
+function listenForLeaving() {
+  if (answerer.conversations.length > 0) {
+    addEventListener("beforeunload", leaveSoon);
+  } else {
+    removeEventListener("beforeunload", leaveSoon);
+  }
+}
+
 // Show whether the conversation is empty, and whether an answer to it is arriving.
 function showState() {
   const isRunning = answerer.isAnswering(current);
@@ -355,5 +380,6 @@ function showState() {
     shownButton.focus();
   }
   current.setBusy(isRunning);
+  listenForLeaving();
   list.setAnswering(answerer.conversations.map(({ id }) => id));
 }
