@@ -75,7 +75,11 @@ def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
     # A note says beforehand what is measured, and how to make it shorter.
     note, *gains = notes(outcome)
     assert [gain.split(": ")[1] for gain in gains] == ["draft.gguf", "ngram"]
-    assert all(" without drafts" in gain and gain.endswith(" in 3 answers)") for gain in gains)
+    of_model, of_ngrams = gains
+    assert " without drafts" in of_model
+    assert of_model.endswith(" in 3 answers)")
+    # These random texts repeat nothing.
+    assert of_ngrams.endswith(": nothing was drafted, so there is no speed-up")
     assert note.startswith(
         "note: 3 prompts, each answered with up to 20 tokens by: plain, draft.gguf, ngram; fewer "
         "prompts (-N) or tokens (-n)"
