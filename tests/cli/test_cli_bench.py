@@ -78,8 +78,8 @@ def test_in_a_pipe_each_contender_is_a_line_for_all_and_one_for_each_category(
     of_model, of_ngrams = gains
     assert " without drafts" in of_model
     assert of_model.endswith(" in 3 answers)")
-    # These random texts repeat nothing.
-    assert of_ngrams.endswith(": nothing was drafted, so there is no speed-up")
+    # Random texts may repeat nothing.
+    assert of_ngrams.endswith((" in 3 answers)", "nothing was drafted, so there is no speed-up"))
     assert note.startswith(
         "note: 3 prompts, each answered with up to 20 tokens by: plain, draft.gguf, ngram; fewer "
         "prompts (-N) or tokens (-n)"
