@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
@@ -159,6 +160,7 @@ class PromptWindow:
         """
         last = len(conversation.turns) - 1
 
+        @functools.cache
         def prompt(n_left_out: int) -> Prompt:
             messages = conversation.messages(n_left_out)
             return self._session.prompts.of_messages(messages, now=self._now)
