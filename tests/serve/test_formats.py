@@ -125,6 +125,8 @@ def test_other_spellings_of_values() -> None:
     for biases, pairs in (
         ([[5, -1], [6, False], ["6", 1]], ((5, -1.0), (6, -1e30), ("6", 1.0))),
         ({"5": -1, "the": False}, ((5, -1.0), ("the", -1e30))),
+        ("5:-1, 6 : 2.5,the:1", ((5, -1.0), (6, 2.5), ("the", 1.0))),  # Open WebUI's
+        ("", ()),
     ):
         assert chat(logit_bias=biases).biases == pairs
     for breakers in (["\n", ":"], '["\\n", ":"]'):  # SillyTavern sends the list as a text
@@ -555,6 +557,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"seed": 2**64}, "seed"),
     (chat, {"logit_bias": {"5": "x"}}, "logit_bias[0][1]"),
     (chat, {"logit_bias": [[5]]}, "logit_bias[0][1]"),
+    (chat, {"logit_bias": "5"}, "logit_bias[0][1]"),
     (chat, {"json_schema": {"pattern": "^((((a{100}){100}){100}){100})$"}}, "json_schema"),
     (chat, {"max_completion_tokens": -3}, "max_completion_tokens"),
     (chat, {"stop": [1]}, "stop[0]"),

@@ -13,6 +13,9 @@ import httpx
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from specgen.llama.model_description import ModelDescription
+from specgen.options import GenerationOptions, SamplerOptions
+from specgen.serve.formats.ollama_models import OllamaModel
 from specgen.serve.server.jobs import FairLock, OpenedModel
 from specgen.serve.server.model_pool import ModelEntry
 from specgen.session.engine import Engine
@@ -155,6 +158,27 @@ def test_lists_and_descriptions_have_every_field(server: Running) -> None:
         assert shown.capabilities == model.capabilities
         assert shown.model_info["tokenizer.ggml.model"]
     assert server.http.head("/").status_code == 200
+
+
+def test_parameters_without_a_value_are_not_shown() -> None:
+    """oterm copies all parameters into its settings, and saves no number of tokens below 1."""
+
+    def shown(**options: Any) -> dict[str, str]:
+        sampler = SamplerOptions(seed=options.get("seed", -1))
+        generation = GenerationOptions(max_tokens=options.get("num_predict", -1), stop=("###",))
+        model = OllamaModel(
+            "a", ModelDescription(), n_ctx=64, sampler=sampler, generation=generation
+        )
+        body = model.shown()
+        lines = [line.split(maxsplit=1) for line in body["parameters"].splitlines()]
+        assert all(f"PARAMETER {name} {value}" in body["modelfile"] for name, value in lines)
+        return dict(lines)
+
+    parameters = shown()
+    assert parameters["num_ctx"] == "64"
+    assert parameters["stop"] == '"###"'
+    assert "-1" not in parameters.values()
+    assert shown(seed=7, num_predict=9) == parameters | {"seed": "7", "num_predict": "9"}
 
 
 def test_lines_have_every_field(server: Running) -> None:

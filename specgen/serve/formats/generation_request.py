@@ -47,7 +47,14 @@ _TOKEN = re.compile(r"-?[0-9]{1,18}")
 
 
 def _bias_pairs(value: Any) -> Any:
-    """Turn an object of biases, OpenAI's form, into pairs, which llama.cpp's server also takes."""
+    """Turn biases into pairs, a form that llama.cpp's server also takes.
+
+    OpenAI's form is an object. Open WebUI sends Ollama the text that was typed into its settings,
+    such as ``5432:100, 413:-100``.
+    """
+    if isinstance(value, str):
+        parts = [part.partition(":") for part in value.split(",") if part.strip()]
+        value = {key.strip(): bias for key, _, bias in parts}
     if not isinstance(value, dict):
         return value
     pairs: list[tuple[int | str, Any]] = []

@@ -122,12 +122,16 @@ class OllamaModel:
         return timestamp(self.description.modified_s)
 
     def _parameters(self) -> list[tuple[str, Any]]:
-        """Return the defaults of a request's options, with Ollama's names."""
+        """Return the defaults of a request's options, with Ollama's names.
+
+        A random seed and an unlimited length, which are both -1, are left out, as Ollama does: some
+        clients copy all parameters into their settings, and refuse to save a length of -1.
+        """
         parameters: list[tuple[str, Any]] = [("num_ctx", self.n_ctx)]
         parameters += ((name, getattr(self.sampler, name)) for name in _SHOWN_SAMPLERS)
         parameters.append(("num_predict", self.generation.max_tokens))
         parameters += (("stop", json.dumps(text)) for text in self.generation.stop)
-        return parameters
+        return [(name, value) for name, value in parameters if value != -1]
 
     def _modelfile(self) -> str:
         """Return a file with which Ollama would make a model like this one."""
