@@ -8,10 +8,12 @@
 //     ./bench 14105 f16 2          cells, type of the cache, threads
 //     ./bench 16384 f16 2 512 2    the same, rows (512: those of a prompt), layers
 //
-// where FLAGS are those of scripts/build_kernels.py. (The file has a second set, for AMD, which is
-// then defined twice.) A job is a layer of Qwen2.5 1.5B for the last tokens of a text. The layers
-// are computed in turn, so that their caches are read from memory. "read" is the time to read a
-// cache without computing anything.
+// where FLAGS are those of scripts/build_kernels.py. (`-z muldefs`, because the file's second set,
+// for AMD, is defined twice.)
+//
+// A job is a layer of Qwen2.5 1.5B for the last tokens of a text. The layers are computed in turn,
+// so that their caches are read from memory. "read" is the time to read a cache without computing
+// anything.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -10,8 +10,9 @@
 //     ./bench q4_k 1536       type, number of inputs
 //     ./bench q4_k 1536 0     the same, megabytes of weights
 //
-// where FLAGS are those of scripts/build_kernels.py. (The file has a second set, for AMD, which is
-// then defined twice. With amx_int8.cpp, link avx512_vnni.cpp, too.)
+// where FLAGS are those of scripts/build_kernels.py. (`-z muldefs`, because the file's second set,
+// for AMD, is defined twice. With amx_int8.cpp, link avx512_vnni.cpp, too.)
+//
 // It multiplies 600 MB of packed weights, which exceed any cache, on two threads. With 0 megabytes,
 // it multiplies the same group of rows repeatedly on one thread.
 #include <sys/mman.h>

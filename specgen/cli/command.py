@@ -57,7 +57,7 @@ class Command(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. An error about a model says where its name comes from."""
+        """Run the command. An error about a model in config.toml names the file and the key."""
         try:
             return super().invoke(ctx)
         except (ModelFileError, UnknownModelError) as error:
@@ -91,15 +91,15 @@ def _place_of_model(ctx: Any, message: str) -> str | None:
         None if they do not, or the message names no model.
     """
     for option in ctx.command.params:
-        key, *_ = option_keys(option) or [""]
-        if key not in _MODEL_KEYS:
+        keys = option_keys(option)
+        if not keys or keys[0] not in _MODEL_KEYS:
             continue
         given = ctx.params.get(option.name) or []
         names = [given] if isinstance(given, str) else given
         if not any(os.fspath(path_of(name)) in message for name in names):
             continue
         if ctx.get_parameter_source(option.name).name == "DEFAULT_MAP":
-            return f"{config_file()}: {key}"
+            return f"{config_file()}: {keys[0]}"
     return None
 
 

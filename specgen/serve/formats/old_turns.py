@@ -61,7 +61,7 @@ def fitting_prompt(
     fitted = shortened(n_left_out)
     if n_left_out > 0:
         count = counted(n_left_out, "old turn")
-        warning = f"messages: {count} left out, which the context cannot hold"
+        warning = f"messages: {count} left out, because the context is full"
         fitted = replace(fitted, warnings=(*request.warnings, warning))
     return fitted, prompt(n_left_out)
 

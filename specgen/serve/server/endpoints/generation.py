@@ -125,7 +125,7 @@ def _within_limits(
     n_ctx = model.engine.n_ctx
     max_tokens = _max_prompt_tokens(n_ctx, limits)
     request, prompt = fitting_prompt(request, model.session, n_ctx, max_tokens)
-    _check_length(len(prompt.tokens), n_ctx, limits)
+    _check_length(len(prompt.tokens), max_tokens, n_ctx)
     return request, prompt
 
 
@@ -136,9 +136,8 @@ def _max_prompt_tokens(n_ctx: int, limits: Limits) -> int:
     return n_ctx
 
 
-def _check_length(n_tokens: int, n_ctx: int, limits: Limits) -> None:
-    """Raise `PromptLengthError` if a prompt exceeds the context, or the limit of the server."""
-    max_tokens = _max_prompt_tokens(n_ctx, limits)
+def _check_length(n_tokens: int, max_tokens: int, n_ctx: int) -> None:
+    """Raise `PromptLengthError` if a prompt has more than `max_tokens` tokens."""
     if n_tokens > max_tokens:
         limit = f"at most {max_tokens} are allowed"
         if max_tokens == n_ctx:
