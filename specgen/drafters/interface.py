@@ -59,7 +59,7 @@ from specgen.text.overlap import common_prefix_length
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.method.acceptance import AcceptanceRates
+    from specgen.method.acceptance import AcceptanceCounts
     from specgen.method.sampling_pipeline import SamplingPipeline
     from specgen.method.text_state import TextState
 
@@ -206,9 +206,9 @@ class DraftRequest:
     costs: CostTable = field(default_factory=CostTable)
     #: Returns the costs of another draft's decodes.
     costs_of: Callable[[Key], CostTable] = lambda _key: CostTable()
-    #: Returns the acceptance statistics of a second draft (the second key), whose tokens a draft
-    #: model (the first key) checks.
-    acceptance_of_guesses: Callable[[Key, Key], MutableMapping[str, AcceptanceRates]] = (
+    #: Returns how often a draft model (the first key) accepted the guesses of a second draft (the
+    #: second key), by their origin.
+    acceptance_of_guesses: Callable[[Key, Key], MutableMapping[str, AcceptanceCounts]] = (
         lambda _model, _second_draft: {}
     )
     #: How often n-grams predicted the target's tokens, in all texts.
@@ -319,7 +319,7 @@ class LoadedDraft:
 
     Args:
         name: The name that messages show.
-        key: Identifies its acceptance statistics.
+        key: Identifies its acceptance counts.
     """
 
     #: Whether it reads the target's hidden states of all rows, even of the prompt

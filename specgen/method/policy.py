@@ -394,20 +394,21 @@ class CostAwarePolicy:
         self,
         options: DraftOptions,
         costs: CostTable,
-        acceptance: MutableMapping[str, AcceptanceRates] | None = None,
+        acceptance_counts: MutableMapping[str, AcceptanceCounts] | None = None,
     ) -> None:
         """Begin a text.
 
         Args:
             options: The draft options.
             costs: The costs of the target's batches, which texts may share.
-            acceptance: The acceptance rates in all texts, by origin, which texts may share.
+            acceptance_counts: How often tokens were accepted in all texts, by origin. Texts may
+                share these counts, to which this one adds.
         """
         self.n_max = options.n_max
         self._p_min = options.stops_below
         self._n_min = options.min_tokens
         self._costs = costs
-        self._shared_rates = {} if acceptance is None else acceptance
+        self._acceptance_counts = {} if acceptance_counts is None else acceptance_counts
         #: The acceptance rates in this text, by origin.
         self._text_rates: dict[str, AcceptanceRates] = {}
         #: The values of the model's draft steps, at most a few rounds old; empty if they have to be
@@ -630,7 +631,7 @@ class CostAwarePolicy:
         name = f"{origin}:{min(rank, N_RANKS) + 1}" if rank else origin
         rates = self._text_rates.get(name)
         if rates is None:  # the first time in this text
-            counts = self._shared_rates.setdefault(name, AcceptanceRates(name)).counts
+            counts = self._acceptance_counts.setdefault(name, AcceptanceCounts())
             CreditGate(counts).forgive_debt()
             rates = AcceptanceRates(name, counts)
             self._text_rates[name] = rates
