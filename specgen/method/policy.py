@@ -218,8 +218,9 @@ class RoundResult:
     pending_rows: range = range(1)
     #: The exception that a drafter raised.
     error: Exception | None = None
-    #: How many of the `committed` tokens the grammar forced, whether or not they were drafted.
-    n_forced: int = 0
+    #: How many of the `committed` tokens were the only ones that the grammar allowed. Those that
+    #: were drafted count too, unlike in `FinishedEvent.n_forced`.
+    n_without_choice: int = 0
 
 
 class Policy(Protocol):
@@ -601,7 +602,7 @@ class CostAwarePolicy:
             drafted_by = plan.found.origins[0]
         # All drafters get their share of time; the one that drafted settles the round. Plain
         # decoding would have got forced tokens without a decode.
-        n_plain_decodes = max(1, n_tokens - result.n_forced)
+        n_plain_decodes = max(1, n_tokens - result.n_without_choice)
         for origin, rates in self._text_rates.items():
             n_saved = n_plain_decodes - charged_s / plain_s if origin == drafted_by else 0.0
             CreditGate(rates.counts).settle(n_tokens, n_saved)

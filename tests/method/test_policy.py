@@ -483,7 +483,7 @@ def test_a_drafter_earns_nothing_for_tokens_that_the_grammar_forced(n_forced: in
         plan = RoundPlan("model", drafter="model")
         round_result = result(chain(0.9, 0.9), 0, target_s=1.5, draft_s=1.0, plan=plan)
         round_result.committed += (5,) * n_forced
-        round_result.n_forced = n_forced
+        round_result.n_without_choice = n_forced
         policy.observe(round_result)
     assert planned(policy).reason == "put aside"
 
