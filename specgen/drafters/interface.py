@@ -172,7 +172,7 @@ class CacheSlot:
         return n_shared
 
     def _go_back(self, backend: Backend, tokens: Sequence[int]) -> int:
-        """Go back to the longest prefix of which this slot has a saved state; return its length.
+        """Go back to the longest prefix for which this slot has a saved state; return its length.
 
         Such a cache cannot drop cells: to go back to any other place, it would have to decode the
         whole text again.
@@ -289,7 +289,7 @@ class ScorableText:
         prompt: Sequence[int],
         answer: Sequence[int],
     ) -> ScorableText:
-        """Return an answer in the model's tokens, of which each step adds one."""
+        """Return an answer in the model's own tokens, one more at each step."""
         steps: list[tuple[int, Sequence[int]]] = [(0, prompt)]
         for number, token in enumerate(answer[:-1]):
             steps.append((len(prompt) + number, (token,)))

@@ -523,7 +523,7 @@ class CostAwarePolicy:
 
         # 3. Otherwise tell why not.
         if price.prefill_s > 0.0:
-            detail = f"the draft must first read the text, {price.prefill_s:.2f} s"
+            detail = f"the draft must first prefill the text, which takes {price.prefill_s:.2f} s"
             return RoundPlan("prefill", stop=stop, detail=detail), _NO_GAIN
         detail = self._too_rarely(rates, stop)
         return RoundPlan("acceptance", stop=stop, detail=detail), _NO_GAIN

@@ -114,7 +114,7 @@ def test_reasons_have_their_numbers() -> None:
     assert PLANS["threshold"]().why == "a draft's probability must be at least 0.30"
     quick = by_cost({1: 1.0, **{n: n - 1.5 for n in range(2, 18)}})  # a batch of two, by noise
     assert quick.plan(offer(price=Price(9.0, 9.0))).why.endswith("checking it 0.00")
-    assert PLANS["prefill"]().why == "the draft must first read the text, 9.00 s"
+    assert PLANS["prefill"]().why == "the draft must first prefill the text, which takes 9.00 s"
     assert PLANS["row cost"]().why == (
         "a guess costs 0.05 of a token of the target, and checking it 1.00"
     )
