@@ -150,7 +150,7 @@ def _specgen(
 
 
 def _fill(session: Session, gap: Gap, cut: str) -> dict[str, Any]:
-    prompt = infill_prompt(session.target, session.own_vocabulary, gap, N_CTX)[0]
+    prompt = infill_prompt(session.target, session.translated_draft, gap, N_CTX)[0]
     finished = answer(session, prompt)
     return {
         "gap": gap.name,

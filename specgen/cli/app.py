@@ -212,7 +212,7 @@ def _user_error(error: Any) -> SpecgenError | None:
     if isinstance(error, ImportError) and "failed to map segment" not in str(error):
         return None
     return MemoryLimitError(
-        "there is not enough memory", "close other programs, or take a smaller model"
+        "there is not enough memory", "close other programs, or use a smaller model"
     )
 
 

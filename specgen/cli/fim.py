@@ -205,7 +205,7 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     from specgen.session.prompts.infill import infill_prompt
 
     n_room = _room_for_text(session)
-    prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_room)
+    prompt, left_out = infill_prompt(session.target, session.translated_draft, gap, n_room)
     why = f"the context has room for {n_room} tokens of text (raise -c)"
 
     # A prompt that takes too long is made again, shorter.
@@ -213,7 +213,7 @@ def _prompt(session: Session, gap: Gap) -> tuple[Prompt, str]:
     if session.options.target_context.n_ctx is None and n_tokens > _PREFILL_STEP_TOKENS:
         n_fast = _fast_prefill_tokens(session)
         if n_fast < n_tokens:
-            prompt, left_out = infill_prompt(session.target, session.own_vocabulary, gap, n_fast)
+            prompt, left_out = infill_prompt(session.target, session.translated_draft, gap, n_fast)
             speed = f"{n_fast} tokens in about {_MAX_PREFILL_S:.0f} s"
             why = f"this machine prefills {speed} (-c {session.usual_n_ctx} allows more)"
     if not left_out:

@@ -260,7 +260,7 @@ class HiddenStateDrafter(Drafter):
         context: Sequence[int],
         n_decoded: int,
     ) -> Drafting:
-        """Grow a draft after the text, of which the target has decoded `n_decoded` tokens."""
+        """Grow a draft after the text. The target has decoded its first `n_decoded` tokens."""
 
     def _drop_drafted(self) -> None:
         for cache in self._caches:

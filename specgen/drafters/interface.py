@@ -59,7 +59,7 @@ from specgen.text.overlap import common_prefix_length
 
 if TYPE_CHECKING:
     from specgen.llama import LlamaBackend, LlamaModel
-    from specgen.method.acceptance import AcceptanceRates
+    from specgen.method.acceptance import AcceptanceCounts
     from specgen.method.sampling_pipeline import SamplingPipeline
     from specgen.method.text_state import TextState
 
@@ -172,7 +172,7 @@ class CacheSlot:
         return n_shared
 
     def _go_back(self, backend: Backend, tokens: Sequence[int]) -> int:
-        """Go back to the longest prefix of which this slot has a saved state; return its length.
+        """Go back to the longest prefix for which this slot has a saved state; return its length.
 
         Such a cache cannot drop cells: to go back to any other place, it would have to decode the
         whole text again.
@@ -206,9 +206,9 @@ class DraftRequest:
     costs: CostTable = field(default_factory=CostTable)
     #: Returns the costs of another draft's decodes.
     costs_of: Callable[[Key], CostTable] = lambda _key: CostTable()
-    #: Returns the acceptance statistics of a second draft (the second key), whose tokens a draft
-    #: model (the first key) checks.
-    acceptance_of_guesses: Callable[[Key, Key], MutableMapping[str, AcceptanceRates]] = (
+    #: Returns how often a draft model (the first key) accepted the guesses of a second draft (the
+    #: second key), by their origin.
+    acceptance_of_guesses: Callable[[Key, Key], MutableMapping[str, AcceptanceCounts]] = (
         lambda _model, _second_draft: {}
     )
     #: How often n-grams predicted the target's tokens, in all texts.
@@ -289,7 +289,7 @@ class ScorableText:
         prompt: Sequence[int],
         answer: Sequence[int],
     ) -> ScorableText:
-        """Return an answer in the model's tokens, of which each step adds one."""
+        """Return an answer in the model's own tokens, one more at each step."""
         steps: list[tuple[int, Sequence[int]]] = [(0, prompt)]
         for number, token in enumerate(answer[:-1]):
             steps.append((len(prompt) + number, (token,)))
@@ -319,7 +319,7 @@ class LoadedDraft:
 
     Args:
         name: The name that messages show.
-        key: Identifies its acceptance statistics.
+        key: Identifies its acceptance counts.
     """
 
     #: Whether it reads the target's hidden states of all rows, even of the prompt

@@ -116,7 +116,7 @@ def open_draft(source: DraftSource, setup: DraftSetup) -> LoadedDraft | None:
         raise UsageError(f"--draft {source}: there is no such draft")
     if setup.further_drafts and kind.name != ANY_FILE:
         raise UsageError(
-            f"--draft {source} takes no draft of its own; leave out the next --draft",
+            f"--draft {source} cannot have a draft of its own; leave out the next --draft",
             hint="only a draft model takes one",
         )
     return kind.open(source, setup)

@@ -162,7 +162,7 @@ class StandaloneDraft(LoadedDraft):
             return None
         if self.mask is not None:
             raise UsageError(
-                f"{self.name}: a parallel draft takes no draft of its own; leave out the next "
+                f"{self.name}: a parallel draft cannot have a draft of its own; leave out the next "
                 "--draft",
                 hint="--draft-mask off drafts one token after the other",
             )

@@ -210,7 +210,7 @@ class Translation:
 
 
 class PrefixPipeline(SamplingPipeline):
-    """Chooses the draft's most likely tokens, of which the first must begin with given bytes.
+    """Chooses the draft's most likely tokens, the first of which must begin with given bytes.
 
     This is needed because the target's text may end within a token of the draft, for example
     between a line break and the indentation of the next line. These last bytes are held back, and

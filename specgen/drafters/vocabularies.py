@@ -40,7 +40,8 @@ def check_pair(
     if difference is not None:
         raise PairError(
             f"{draft_name} cannot draft for {target_name}: {difference}",
-            hint="take a draft of the same model family, or --draft ngram, which fits every model",
+            hint="use a draft of the same model family, or --draft ngram, "
+            "which works with every model",
         )
     return min(target.n_tokens, draft.n_tokens)
 

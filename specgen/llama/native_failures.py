@@ -29,7 +29,7 @@ _SOURCE_PLACE = re.compile(r"(?:\S*[/\\])?(\S+?:\d+): ")
 #: Part of the assertion with which GGML checks that memory was allocated.
 _NO_MEMORY = "mem_buffer != NULL"
 _HINT_ASSERTION = "the model file may be damaged: fetch or convert it again; -v shows what failed"
-_HINT_MEMORY = "close other programs, or take a smaller model or --ctx-size"
+_HINT_MEMORY = "close other programs, or use a smaller model or a smaller --ctx-size"
 _HINT_SHORTER_FILE = "put the whole file back, or fetch the model again"
 
 

@@ -98,8 +98,8 @@ class PairedDraftModel(LlamaModel):
     def _misfit(self, target: LlamaModel, why: str) -> PairError:
         return PairError(
             f"{self.name} cannot draft for {target.name}: {why}",
-            f"take a draft that was made for {target.name}, "
-            "or --draft ngram, which fits every model",
+            f"use a draft that was made for {target.name}, "
+            "or --draft ngram, which works with every model",
         )
 
 

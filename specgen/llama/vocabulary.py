@@ -412,7 +412,7 @@ def _with_stack(n_bytes: int, tokenize: Callable[[], list[int]]) -> list[int]:
         try:
             tokens = executor.submit(tokenize)  # the thread starts here, with the large stack
         except RuntimeError as error:
-            raise BackendError("there is too little memory to tokenize so long a word") from error
+            raise BackendError("there is too little memory to tokenize such a long word") from error
         finally:
             threading.stack_size(old_size)
         return tokens.result()

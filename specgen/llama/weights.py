@@ -312,12 +312,13 @@ def _load_native(
 
     progress = _LoadProgress(file, settings, packed)
     with _interrupt_between_tensors(params, progress.goes_on):
-        other_threads = _other_load_ahead_threads()
+        threads_ahead = list(_load_ahead_threads.values())
         handle = load()
-        is_alone = not other_threads or threading.current_thread() is not threading.main_thread()
-        if not handle and not is_alone and progress.goes_on(0.0):
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if not handle and threads_ahead and is_main_thread and progress.goes_on(0.0):
             # The log mixes lines of all threads. Try again alone, to log the reason of the failure.
-            for thread in other_threads:
+            # (That of a thread of `load_ahead` is of no interest: its file is leased again later.)
+            for thread in threads_ahead:
                 thread.join()
             forget_log()
             handle = load()
@@ -456,11 +457,6 @@ def _wait_for_load_ahead(key: WeightsKey) -> None:
     thread = _load_ahead_threads.get(key)
     if thread is not None and thread is not threading.current_thread():
         thread.join()
-
-
-def _other_load_ahead_threads() -> list[threading.Thread]:
-    current = threading.current_thread()
-    return [thread for thread in _load_ahead_threads.values() if thread is not current]
 
 
 @contextlib.contextmanager

@@ -509,7 +509,7 @@ def measure(
     contenders: list[Contender] = []
     try:
         with contextlib.ExitStack() as stack:
-            budget = budget_of(entries)
+            budget = shared_budget(entries)
             for n_done, entry in enumerate(entries):
                 progress("loading", n_done, len(entries))
                 session = stack.enter_context(
@@ -537,7 +537,7 @@ def measure(
     return runs
 
 
-def budget_of(entries: Sequence[Entry]) -> WeightsBudget:
+def shared_budget(entries: Sequence[Entry]) -> WeightsBudget:
     """Decide how much memory the target's weights may use while the models of all entries are open.
 
     A file that several entries use is loaded once. Contexts are freed after each answer, so only

@@ -78,8 +78,8 @@ def read_prompts(path: Path) -> list[str]:
 def read_bench_prompts(path: Path) -> list[BenchPrompt]:
     """Read a file's prompts.
 
-    The file has one text per line, or one JSON object per line. An object has a `prompt`, or
-    `turns` of which the first is used, and may have a `category`. Blank lines are skipped.
+    The file has one text per line, or one JSON object per line. An object has a `prompt`,
+    or `turns`, the first of which is used. It may have a `category`. Blank lines are skipped.
 
     Raises:
         PromptError: If the file cannot be read, has no prompts, or has an invalid line.

@@ -38,8 +38,8 @@ CONDITIONS = (
 class RacedAnswer:
     """One of the two answers of a race."""
 
-    #: Its events, of which the last is a `FinishedEvent`. Their times are relative to the first
-    #: one, the `PromptEvent`: to the start of the prefill.
+    #: Its events. The last is a `FinishedEvent`. Their times are relative to that of the
+    #: first, the `PromptEvent`, which is the start of the prefill.
     events: tuple[Event, ...]
 
     @classmethod

@@ -157,9 +157,8 @@ class AnswerState:
     is_started: bool = False
     #: The number of the answer's tokens. An end token that ended it does not count.
     n_answer: int = 0
-    #: The number of committed tokens that the grammar forced, whether or not they were drafted.
-    #: (`AnswerStats.n_forced` only counts those that were not.)
-    _n_certain: int = 0
+    #: The number of committed tokens that were the only ones that the grammar allowed.
+    _n_without_choice: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = self.text_state.tokens
@@ -230,7 +229,7 @@ class AnswerState:
         that the answer ends at the same token with and without a draft.
         """
         if self.text_state.forced() is not None:
-            self._n_certain += 1
+            self._n_without_choice += 1
         self.text_state.commit(token)
         if self.vocabulary.is_end(token) or token in self.ends:
             self.finish("stop", self.vocabulary.token_text(token))
@@ -282,12 +281,12 @@ class AnswerState:
             target_kind = "corrected" if draft.children[last_accepted] else "bonus"
             events += self._draft_events(draft, verdict, target_kind, now_s, round_number)
 
-        n_certain_before = self._n_certain
+        n_without_choice_before = self._n_without_choice
         pieces = self._commit_verified(draft, verdict, target_kind, logits)
         if self.text_state.has_grammar:
             pieces += self._commit_forced()
         if result is not None:
-            result.n_forced = self._n_certain - n_certain_before
+            result.n_without_choice = self._n_without_choice - n_without_choice_before
         return [*events, self._committed_event(pieces, now_s, round_number, result)]
 
     def _commit_verified(

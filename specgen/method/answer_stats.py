@@ -91,7 +91,7 @@ class AnswerStats:
         self.n_round_tokens += n_committed
         self.rounds_by_tokens[max(0, n_committed - 1)] += 1
         self.n_round_tokens_in_all += len(result.committed)
-        self.n_plain_decodes[result.n_sequences] += len(result.committed) - result.n_forced
+        self.n_plain_decodes[result.n_sequences] += len(result.committed) - result.n_without_choice
         self.target_s_by_rows[result.n_rows].append(result.target_s)
         self.target_s += result.target_s / result.n_sequences
         # Only the model's decodes: the rest of drafting is specgen's own work (`loop_s`).

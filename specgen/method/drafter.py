@@ -154,6 +154,17 @@ class Proposal:
             self.error = error
         self.draft_s += clock() - started_s
 
+    def close(self) -> None:
+        """End the drafting if it has not ended, so that the drafter tidies up in its cache now.
+
+        Otherwise it would do that when the generator is freed, perhaps in the middle of a later
+        answer: the traceback of an error keeps it alive.
+        """
+        try:
+            self.drafting.close()
+        except Exception as error:  # noqa: BLE001 - even a bug in a drafter
+            self.error = self.error or error
+
 
 def propose_together(
     draftings: Sequence[Drafting],
@@ -175,15 +186,17 @@ def propose_together(
         A proposal for each of `draftings`.
     """
     proposals = [Proposal(drafting) for drafting in draftings]
-    for proposal in proposals:
-        proposal.resume(None, clock)
-    n_sharing = sum(proposal.ask is not None for proposal in proposals)
-    while waiting := _waiting(proposals):
-        if interrupted():
-            for proposal, _ in waiting:
-                proposal.drafting.close()
-            break
-        _decode_next(waiting, n_sharing, clock)
+    try:
+        for proposal in proposals:
+            proposal.resume(None, clock)
+        n_sharing = sum(proposal.ask is not None for proposal in proposals)
+        while waiting := _waiting(proposals):
+            if interrupted():
+                break
+            _decode_next(waiting, n_sharing, clock)
+    finally:
+        for proposal in proposals:
+            proposal.close()
     return proposals
 
 

@@ -305,7 +305,7 @@ class Loop:
 
         This is the default `Decode`; it adds no events.
         """
-        # All answers have the same kind of drafter, so the first sink stands for all.
+        # All answers have the same kind of drafter, so the sink of any one of them will do.
         sinks = [answer.hidden_states for answer in active if answer.hidden_states is not None]
         if not sinks:
             return DecodedBatch(self.target.decode(batch))
@@ -391,7 +391,7 @@ class Loop:
             BackendError: If the grammar allows no token after the text, or a logit there is not a
                 number. If that is so after an accepted node, it becomes the verdict's `failure`.
         """
-        #: Why no token can follow a node, for nodes of which that is so.
+        #: Why no token can follow a node, by node. Most nodes are not in it.
         failures: dict[int, BackendError] = {}
 
         def target(node: int) -> Distribution:

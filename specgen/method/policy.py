@@ -218,8 +218,9 @@ class RoundResult:
     pending_rows: range = range(1)
     #: The exception that a drafter raised.
     error: Exception | None = None
-    #: How many of the `committed` tokens the grammar forced, whether or not they were drafted.
-    n_forced: int = 0
+    #: How many of the `committed` tokens were the only ones that the grammar allowed. Those that
+    #: were drafted count too, unlike in `FinishedEvent.n_forced`.
+    n_without_choice: int = 0
 
 
 class Policy(Protocol):
@@ -394,20 +395,21 @@ class CostAwarePolicy:
         self,
         options: DraftOptions,
         costs: CostTable,
-        acceptance: MutableMapping[str, AcceptanceRates] | None = None,
+        acceptance_counts: MutableMapping[str, AcceptanceCounts] | None = None,
     ) -> None:
         """Begin a text.
 
         Args:
             options: The draft options.
             costs: The costs of the target's batches, which texts may share.
-            acceptance: The acceptance rates in all texts, by origin, which texts may share.
+            acceptance_counts: How often tokens were accepted in all texts, by origin. Texts may
+                share these counts, to which this one adds.
         """
         self.n_max = options.n_max
         self._p_min = options.stops_below
         self._n_min = options.min_tokens
         self._costs = costs
-        self._shared_rates = {} if acceptance is None else acceptance
+        self._acceptance_counts = {} if acceptance_counts is None else acceptance_counts
         #: The acceptance rates in this text, by origin.
         self._text_rates: dict[str, AcceptanceRates] = {}
         #: The values of the model's draft steps, at most a few rounds old; empty if they have to be
@@ -521,7 +523,7 @@ class CostAwarePolicy:
 
         # 3. Otherwise tell why not.
         if price.prefill_s > 0.0:
-            detail = f"the draft must first read the text, {price.prefill_s:.2f} s"
+            detail = f"the draft must first prefill the text, which takes {price.prefill_s:.2f} s"
             return RoundPlan("prefill", stop=stop, detail=detail), _NO_GAIN
         detail = self._too_rarely(rates, stop)
         return RoundPlan("acceptance", stop=stop, detail=detail), _NO_GAIN
@@ -600,7 +602,7 @@ class CostAwarePolicy:
             drafted_by = plan.found.origins[0]
         # All drafters get their share of time; the one that drafted settles the round. Plain
         # decoding would have got forced tokens without a decode.
-        n_plain_decodes = max(1, n_tokens - result.n_forced)
+        n_plain_decodes = max(1, n_tokens - result.n_without_choice)
         for origin, rates in self._text_rates.items():
             n_saved = n_plain_decodes - charged_s / plain_s if origin == drafted_by else 0.0
             CreditGate(rates.counts).settle(n_tokens, n_saved)
@@ -630,7 +632,7 @@ class CostAwarePolicy:
         name = f"{origin}:{min(rank, N_RANKS) + 1}" if rank else origin
         rates = self._text_rates.get(name)
         if rates is None:  # the first time in this text
-            counts = self._shared_rates.setdefault(name, AcceptanceRates(name)).counts
+            counts = self._acceptance_counts.setdefault(name, AcceptanceCounts())
             CreditGate(counts).forgive_debt()
             rates = AcceptanceRates(name, counts)
             self._text_rates[name] = rates

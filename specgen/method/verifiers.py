@@ -41,7 +41,7 @@ class Verdict:
     path: tuple[int, ...]
     #: The target's own token after the path.
     next_token: int
-    #: Why no token can follow the path, if none can. It is no error if the answer ends on the path.
+    #: Why no token can follow the path, if none can. This does not matter if the answer ends there.
     failure: BackendError | None = None
 
 

@@ -456,8 +456,9 @@ def time_batch(
 
     Args:
         target: The model's context.
-        text: Tokens for the rows. Real text, and not one repeated token, because the time of a
-            mixture of experts depends on which experts the tokens are routed to.
+        text: A text, repeated if it is too short; the rows are its last tokens. It is real text,
+            and not one repeated token, because the time of a mixture of experts depends on which
+            experts the tokens are routed to.
         n_rows: The number of rows.
 
     Returns:

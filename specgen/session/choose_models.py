@@ -212,7 +212,7 @@ def find_model(
         if looks_like_reference(name) and not exists:
             raise ModelFileError(f"{name}: no such file", f"a model on the hub is {PREFIX}{name}")
         return path
-    if path.suffix:  # perhaps a misspelt file name: suggest the files beside it, too
+    if path.suffix:  # perhaps a misspelt file name: suggest the files next to it, too
         others = [*others, *(each.name for each in path.parent.glob("*.gguf"))]
     if name not in registry.models:
         others = [*others, *(each.name for each in stored_models())]
@@ -300,7 +300,7 @@ _NGRAMS = DraftChoice(
 
 def _own_layers(mtp: DraftSource | None) -> Iterator[DraftChoice]:
     if isinstance(mtp, Path):
-        yield DraftChoice(mtp, f"drafting with {mtp.name}, the target's MTP layers beside it")
+        yield DraftChoice(mtp, f"drafting with {mtp.name}, MTP layers next to the target")
     elif mtp is not None:
         yield DraftChoice(mtp, "drafting with the target's own MTP layers")
 

@@ -19,7 +19,7 @@ from specgen.drafters.interface import (
     RoundPlan,
 )
 from specgen.drafters.ngram_counts import NgramCounts
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance import AcceptanceCounts
 from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Backend
 from specgen.method.cascade import Cascade
@@ -71,7 +71,7 @@ class DrafterFactory:
 
     #: The loaded models.
     session: Session
-    #: Whether each answer works on its own copy of the acceptance statistics, so that it neither
+    #: Whether each answer works on its own copy of the acceptance counts, so that it neither
     #: depends on earlier answers nor influences later ones.
     learn_alone: bool = False
 
@@ -172,13 +172,13 @@ class DrafterFactory:
         ngrams = self.session.ngrams.drafter(replace(request, can_branch=can_branch))
         return Cascade(ngrams, drafter, request.text)
 
-    def acceptance(
+    def acceptance_counts(
         self, settings: RequestSettings | None = None
-    ) -> MutableMapping[str, AcceptanceRates]:
-        """Return the acceptance statistics for answers with these settings, by drafts' origins.
+    ) -> MutableMapping[str, AcceptanceCounts]:
+        """Return how often drafted tokens were accepted in answers with these settings, by origin.
 
-        There are separate statistics for each target, draft and way of sampling. The answer adds
-        to them in place.
+        There are separate counts for each target, draft and way of sampling. The answer adds to
+        them in place.
 
         Args:
             settings: The settings of the answer; None uses the session's.
@@ -190,22 +190,22 @@ class DrafterFactory:
             mode += ", parallel"
         target = self.session.options.target
         if draft is None:
-            return self._acceptance_of(target, "none", mode)
-        rates = self._acceptance_of(target, draft.key, mode)
-        if not rates and draft.learnt is not None and draft.cost_key is not None:
-            # A draft with newly learnt weights starts from the statistics of the original weights.
-            original = self._acceptance_of(target, draft.cost_key, mode)
-            rates.update(copy.deepcopy(dict(original)))
-        return rates
+            return self._acceptance_counts_of(target, "none", mode)
+        counts = self._acceptance_counts_of(target, draft.key, mode)
+        if not counts and draft.learnt is not None and draft.cost_key is not None:
+            # A draft with newly learnt weights starts from the counts of the original weights.
+            original = self._acceptance_counts_of(target, draft.cost_key, mode)
+            counts.update(copy.deepcopy(dict(original)))
+        return counts
 
-    def _acceptance_of(
+    def _acceptance_counts_of(
         self,
         target: Path,
         draft: Key,
         mode: str,
-    ) -> MutableMapping[str, AcceptanceRates]:
-        rates = self.session.measurements.acceptance(target, draft, mode)
-        return copy.deepcopy(rates) if self.learn_alone else rates
+    ) -> MutableMapping[str, AcceptanceCounts]:
+        counts = self.session.measurements.acceptance_counts(target, draft, mode)
+        return copy.deepcopy(counts) if self.learn_alone else counts
 
     def _ngram_counts(self, settings: RequestSettings) -> NgramCounts:
         """Return what was counted of n-grams in answers with these settings."""
@@ -236,7 +236,7 @@ class DrafterFactory:
         if drafting.policy == "threshold":
             return ThresholdPolicy(drafting)
         table = self.session.costs.table(n_past=n_past)
-        return CostAwarePolicy(drafting, table, self.acceptance(settings))
+        return CostAwarePolicy(drafting, table, self.acceptance_counts(settings))
 
     def _draft_request(
         self,
@@ -268,8 +268,8 @@ class DrafterFactory:
 
         def acceptance_of_guesses(
             model: Key, second_draft: Key
-        ) -> MutableMapping[str, AcceptanceRates]:
-            return self._acceptance_of(Path(model), second_draft, "guesses")
+        ) -> MutableMapping[str, AcceptanceCounts]:
+            return self._acceptance_counts_of(Path(model), second_draft, "guesses")
 
         wants_sampled_drafts = VERIFIERS[settings.verifier].wants_sampled_drafts
         is_sampled = draft.can_sample and settings.sampler.is_random and wants_sampled_drafts

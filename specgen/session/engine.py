@@ -591,9 +591,9 @@ class Engine:
         if folder is None:
             return
         answer = KeptAnswer(prompt.tokens, tuple(tokens[len(prompt.tokens) :]))
-        own = self._session.own_vocabulary
-        if own is not None and prompt.draft_tokens is not None:
-            digest = own.vocabulary.digest()
+        draft = self._session.translated_draft
+        if draft is not None and prompt.draft_tokens is not None:
+            digest = draft.vocabulary.digest()
             answer = replace(answer, draft_prompt=prompt.draft_tokens, draft_vocabulary=digest)
         keep_answer(folder, answer)
 

@@ -22,7 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from specgen.drafters.interface import Key
 from specgen.drafters.ngram_counts import LONGEST, MOST_OFTEN, Evidence, NgramCounts, Place
 from specgen.llama import default_threads
-from specgen.method.acceptance import N_BINS, AcceptanceCounts, AcceptanceRates
+from specgen.method.acceptance import N_BINS, AcceptanceCounts
 from specgen.method.cost_table import CostTable
 from specgen.models.files import identify
 from specgen.options import ContextOptions, SessionOptions
@@ -35,7 +35,7 @@ _CLASS_0_TOKENS = 512
 _N_LENGTH_CLASSES = 22
 #: The maximum number of entries of each kind in the file; the oldest ones are removed.
 _MAX_ENTRIES = 256
-#: The kinds of entries in the file.
+#: The kinds of entries in the file, which has always called acceptance "chances".
 _COSTS = "costs"
 _ACCEPTANCE = "chances"
 _NGRAMS = "ngrams"
@@ -79,7 +79,7 @@ def with_threads(context: ContextOptions, threads: Threads | None) -> ContextOpt
 
 
 class MeasurementStore:
-    """All measured costs, acceptance rates and thread counts, in memory and in a file."""
+    """All measured costs, acceptance counts and thread counts, in memory and in a file."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class MeasurementStore:
         self._file_entries = _read(file)
         # What this process uses and refines, by key.
         self._costs: dict[str, ModelCosts] = {}
-        self._acceptance: dict[str, dict[str, AcceptanceRates]] = {}
+        self._acceptance_counts: dict[str, dict[str, AcceptanceCounts]] = {}
         self._ngram_counts: dict[str, NgramCounts] = {}
         self._threads: dict[str, Threads] = {}
 
@@ -150,34 +150,34 @@ class MeasurementStore:
         """Store the fastest thread counts for a model."""
         self._threads[self._model_key(model, context)] = threads
 
-    def acceptance(
+    def acceptance_counts(
         self,
         target: Path,
         draft: Key,
         mode: str,
-    ) -> dict[str, AcceptanceRates]:
-        """Return the acceptance rates of a draft, by the origin of its tokens.
+    ) -> dict[str, AcceptanceCounts]:
+        """Return how often a draft's tokens were accepted, by their origin.
 
-        Whatever is added to them will be saved.
+        Whatever is added to the counts will be saved.
 
         Args:
             target: The target's file.
             draft: The draft's file, or a word.
-            mode: The way of sampling; each has separate rates.
+            mode: The way of sampling; each has separate counts.
         """
         name = _identity(draft) if isinstance(draft, Path) else draft
         key = _key({"target": _identity(target), "draft": name, "mode": mode})
-        if key not in self._acceptance:
+        if key not in self._acceptance_counts:
             entries = self._file_entries[_ACCEPTANCE].get(key)
             if not isinstance(entries, dict):
                 entries = {}
-            rates: dict[str, AcceptanceRates] = {}
+            by_origin: dict[str, AcceptanceCounts] = {}
             for origin, entry in entries.items():
                 counts = _valid(_COUNTS, entry)
                 if counts is not None:
-                    rates[origin] = AcceptanceRates(origin, _counts_of(counts))
-            self._acceptance[key] = rates
-        return self._acceptance[key]
+                    by_origin[origin] = _counts_of(counts)
+            self._acceptance_counts[key] = by_origin
+        return self._acceptance_counts[key]
 
     def ngram_counts(self, target: Path, mode: str) -> NgramCounts:
         """Return how often n-grams predicted a target's tokens.
@@ -229,17 +229,17 @@ class MeasurementStore:
         for costs in self._costs.values():
             kind = _ROUGH if costs.are_rough else _COSTS
             own[kind].update(costs.entries())
-        for key, by_origin in self._acceptance.items():
+        for key, by_origin in self._acceptance_counts.items():
             judged = {
-                origin: _entry_of(rates.counts)
-                for origin, rates in by_origin.items()
-                if rates.counts.n_judged.any()
+                origin: _entry_of(counts)
+                for origin, counts in by_origin.items()
+                if counts.n_judged.any()
             }
             if judged:
                 own[_ACCEPTANCE][key] = judged
-        for key, counts in self._ngram_counts.items():
-            if counts:
-                own[_NGRAMS][key] = [_ngram_row(*entry) for entry in counts.entries()]
+        for key, ngram_counts in self._ngram_counts.items():
+            if ngram_counts:
+                own[_NGRAMS][key] = [_ngram_row(*entry) for entry in ngram_counts.entries()]
         for key, threads in self._threads.items():
             own[_THREADS][key] = asdict(threads)
         return own

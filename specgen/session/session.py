@@ -319,7 +319,7 @@ class Session:
     def prompts(self) -> Prompts:
         """Makes the prompts for these models."""
         variables = self.options.target_context.template_variables
-        return Prompts(self.target, self.own_vocabulary, variables=variables)
+        return Prompts(self.target, self.translated_draft, variables=variables)
 
     @property
     def draft_name(self) -> str:
@@ -334,8 +334,8 @@ class Session:
         return (self.target, *self.draft.models)
 
     @property
-    def own_vocabulary(self) -> LlamaModel | None:
-        """The draft's model if it has a vocabulary of its own, else None."""
+    def translated_draft(self) -> LlamaModel | None:
+        """The draft's model if its drafts are translated from another vocabulary, else None."""
         return self.draft.own_vocabulary if self.draft is not None else None
 
     @property

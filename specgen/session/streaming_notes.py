@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 
 from specgen.llama.kernels.packed_weights import Streaming, streaming_of, weight_sizes
+from specgen.method.acceptance import AcceptanceRates
 from specgen.session.calibration import (
     ASSUMED_ACCEPTANCE,
     expected_speedup,
@@ -78,9 +79,9 @@ def _drafted_token_s(session: Session) -> float | None:
     if draft is None or costs is None:
         return None
     acceptance = ASSUMED_ACCEPTANCE
-    rates = DrafterFactory(session).acceptance().get(draft.origin)
-    if rates is not None and rates.counts.n_judged.any():
-        acceptance = rates.mean()
+    counts = DrafterFactory(session).acceptance_counts().get(draft.origin)
+    if counts is not None and counts.n_judged.any():
+        acceptance = AcceptanceRates(draft.origin, counts).mean()
     return costs.batch_s[1] / expected_speedup(costs, acceptance)
 
 

@@ -34,7 +34,7 @@ from specgen.system.quantities import human_bytes
 #: Weights of less than this share of the available memory fit, whatever the contexts need: their
 #: metadata need not be read to find that out.
 _SMALL_SHARE = 0.25
-#: What stays free beside streamed weights: for what is read ahead, and for the growing process.
+#: The memory that streamed weights leave free: for what is read ahead, and for the growing process.
 _RESERVE_BYTES = 256 * 2**20
 #: The largest share of the memory for streamed weights that batches of a prompt may take instead.
 _BATCH_SHARE = 1 / 16
@@ -175,8 +175,8 @@ class WeightsBudget:
 
     #: The maximum number of bytes that stay in memory; None: all of them.
     max_bytes: int | None = None
-    #: The number of a prompt's tokens to decode at once, for which there is memory beside streamed
-    #: weights; None: as many as the options say.
+    #: The number of a prompt's tokens to decode at once, for which streamed weights leave memory;
+    #: None: as many as the options say.
     n_batch: int | None = None
     #: The default maximum length of drafts for a target with streamed weights.
     longest_draft: int = LONGEST_STREAMED_DRAFT
@@ -246,7 +246,7 @@ def budget_within(
             return ALL_WEIGHTS
         check_file(target)
         drafts = [draft for draft in drafts if _is_readable(draft)]
-        # Weights that fit beside the contexts for one answer stay in memory.
+        # Weights that fit together with the contexts for one answer stay in memory.
         needs = memory_needs(options, drafts)
         if not must_stream(target, int(memory_bytes) - needs.other_bytes):
             return ALL_WEIGHTS
@@ -320,7 +320,7 @@ def _batch_rows(target: Path, max_bytes: int) -> int:
 
     Args:
         target: The target's file.
-        max_bytes: The memory for weights, of which a small share may be used for a larger batch.
+        max_bytes: The memory for weights. A small share of it may be used for a larger batch.
     """
     n_rows = ContextOptions().n_batch
     row_bytes = _row_bytes(target)

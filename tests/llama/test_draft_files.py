@@ -194,7 +194,7 @@ def test_a_model_without_mtp_layers_is_rejected_with_the_reason(
         opened(tmp_path / "removed.gguf", "mtp")
     with pytest.raises(ModelFileError, match="MTP layers, and not the model that they belong to"):
         opened(parted / "mtp-glm4moe.gguf", "none")
-    with pytest.raises(UsageError, match="takes no draft of its own"):
+    with pytest.raises(UsageError, match="cannot have a draft of its own"):
         opened(parted / "glm4moe.gguf", parted / "mtp-glm4moe.gguf", further_drafts=("ngram",))
 
 

@@ -19,9 +19,9 @@ from specgen.measure.benchmark import (
     Result,
     Runs,
     Stages,
-    budget_of,
     entries_of,
     figures_of,
+    shared_budget,
     speedup_sentences,
     take_turns,
 )
@@ -232,7 +232,7 @@ def test_all_drafts_are_in_memory_at_once_but_the_contexts_of_one_contender(
     def budget_bytes(*stages: Stages, n_temperatures: int = 1) -> int:
         temperatures = [float(n) for n in range(n_temperatures)]
         ways = [base.drafting.policy], [base.drafting.tree], temperatures
-        found = budget_of(entries_of(base, stages, *ways, MeasurementStore())).max_bytes
+        found = shared_budget(entries_of(base, stages, *ways, MeasurementStore())).max_bytes
         assert found is not None
         return found
 

@@ -4,6 +4,7 @@ log-probabilities.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -29,8 +30,10 @@ from specgen.events import (
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.backend import Batch
 from specgen.method.cascade import Cascade
-from specgen.method.draft import Draft
-from specgen.method.drafter import Drafter
+from specgen.method.cost_table import CostTable
+from specgen.method.draft import NO_DRAFT, Draft
+from specgen.method.drafter import Ask, Drafter, Drafting
+from specgen.method.policy import RoundPlan
 from specgen.method.text_state import TextState
 from specgen.options import DraftOptions, GenerationOptions, SamplerOptions, VerifierName
 from specgen.system.arrays import Hidden, Logits
@@ -51,6 +54,7 @@ from tests.helpers.fake_generations import (
     Clock,
     DeafDrafter,
     FailingDrafter,
+    NoDrafter,
     NonsenseDrafter,
     Setup,
     model_drafter,
@@ -230,6 +234,60 @@ def test_a_failing_drafter_ends_drafting_but_not_the_answer() -> None:
         assert "Traceback" in notices[0].detail
         n_drafts = sum(isinstance(event, DraftedEvent) for event in events)
         assert n_drafts == 3
+
+
+class FullBackend(FakeBackend):
+    """A backend that cannot decode anything."""
+
+    def decode(self, batch: Batch) -> Logits:
+        raise BackendError("no more room")
+
+
+class TidyDrafter(NoDrafter):
+    """Asks for a decode, and tidies up after it, whether it succeeds or not."""
+
+    name = "tidy"
+
+    def __init__(self, backend: FakeBackend, error: Exception | None) -> None:
+        self.has_asked = False
+        self.n_tidied = 0
+        self._backend = backend
+        self._error = error
+
+    def propose(self, context: Sequence[int], plan: RoundPlan, n_drafted: int = 0) -> Drafting:
+        self.has_asked = True
+        try:
+            yield Ask(self._backend, Batch.of([1], 0, 1), CostTable())
+        finally:
+            self._backend.remove(0)
+            self.n_tidied += 1
+            if self._error is not None:
+                raise self._error
+        return NO_DRAFT
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError("while tidying up")])
+def test_a_drafter_tidies_up_at_once_after_a_failed_decode(error: Exception | None) -> None:
+    plain, _ = Setup().run()
+    drafter = TidyDrafter(FullBackend(LETTERS, LANGUAGE), error)
+    gc.disable()  # which may free the drafter's generator at any time
+    try:
+        fast, events = Setup(drafter=drafter).run()
+    finally:
+        gc.enable()
+    assert fast.tokens == plain.tokens
+    (notice,) = [event for event in events if isinstance(event, NoticeEvent)]
+    assert "no more room" in notice.message
+    assert drafter.n_tidied == 1
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError("while tidying up")])
+def test_a_drafter_tidies_up_after_an_interruption(error: Exception | None) -> None:
+    drafter = TidyDrafter(FakeBackend(LETTERS, LANGUAGE), error)
+    # Interrupted as soon as the drafter has asked for its first decode.
+    _, events = Setup(drafter=drafter).run(lambda: drafter.has_asked)
+    assert finished(events).finish_reason == "interrupted"
+    assert drafter.n_tidied == 1
 
 
 #: What a faulty drafter may return, by a part of the notice about it.

@@ -17,7 +17,7 @@ from specgen.drafters.parallel import ParallelDrafter
 from specgen.drafters.standalone import StandaloneDraft
 from specgen.errors import UsageError
 from specgen.events import DraftedEvent, FinishedEvent
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance import AcceptanceCounts
 from specgen.method.cost_table import CostTable
 from specgen.method.draft import ROOT, Draft
 from specgen.method.drafter import draft_alone
@@ -256,7 +256,7 @@ def test_the_prompt_is_not_read_again_to_drop_the_masks(
 def test_acceptance_is_learnt_separately_for_parallel_drafts(tmp_path: Path) -> None:
     """The rows of masks are accepted less often than those of tokens."""
     with models(tmp_path, mask="3") as session:
-        DrafterFactory(session).acceptance()["model"] = AcceptanceRates("model")
-        assert "model" in DrafterFactory(session).acceptance()
+        DrafterFactory(session).acceptance_counts()["model"] = AcceptanceCounts()
+        assert "model" in DrafterFactory(session).acceptance_counts()
         session.change_drafting(DraftOptions(mask="off"))
-        assert "model" not in DrafterFactory(session).acceptance()
+        assert "model" not in DrafterFactory(session).acceptance_counts()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance import AcceptanceCounts
 from specgen.method.cost_table import FREE, CostTable, Price
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.method.drafter import draft_alone
@@ -41,7 +41,7 @@ FLAT = dict.fromkeys(range(1, 18), 1.0)
 
 def cost_aware(
     table: dict[int, float] | None = None,
-    acceptance: dict[str, AcceptanceRates] | None = None,
+    acceptance: dict[str, AcceptanceCounts] | None = None,
     max_tokens: int | None = None,
     p_min: float | None = None,
 ) -> CostAwarePolicy:
@@ -327,7 +327,7 @@ def test_in_the_long_run_it_is_about_as_quick_as_the_best_fixed_length(
             for seed in (1, 2)
         )
         table = CostTable(first.table())
-        acceptance = dict[str, AcceptanceRates]()
+        acceptance = dict[str, AcceptanceCounts]()
         run(first, CostAwarePolicy(DraftOptions(), table, acceptance))
         found = run(world, CostAwarePolicy(DraftOptions(), table, acceptance))
         best, best_s = world.best_fixed()
@@ -346,7 +346,7 @@ def test_where_the_model_knows_what_it_knows_it_is_quicker_than_any_fixed_length
         for seed in (1, 2)
     )
     table = CostTable(first.table())
-    acceptance = dict[str, AcceptanceRates]()
+    acceptance = dict[str, AcceptanceCounts]()
     run(first, CostAwarePolicy(DraftOptions(), table, acceptance))
     found = run(world, CostAwarePolicy(DraftOptions(), table, acceptance))
     assert found.seconds < 0.97 * world.best_fixed()[1]
@@ -360,7 +360,7 @@ def test_where_rows_cost_nothing_drafts_are_as_long_as_they_pay(truth: str) -> N
         for seed in (1, 2)
     )
     table = CostTable(first.table())
-    acceptance = dict[str, AcceptanceRates]()
+    acceptance = dict[str, AcceptanceCounts]()
     options = DraftOptions(max_tokens=32)
     run(first, CostAwarePolicy(options, table, acceptance))
     found = run(world, CostAwarePolicy(options, table, acceptance))
@@ -413,7 +413,7 @@ class Texts:
     curve: str
     draft_s: float
     prefill_s: float = 10.0
-    acceptance: dict[str, AcceptanceRates] = field(default_factory=dict)
+    acceptance: dict[str, AcceptanceCounts] = field(default_factory=dict)
     table: CostTable = field(default_factory=CostTable)
     ratios: list[float] = field(default_factory=list)
 
@@ -483,7 +483,7 @@ def test_a_drafter_earns_nothing_for_tokens_that_the_grammar_forced(n_forced: in
         plan = RoundPlan("model", drafter="model")
         round_result = result(chain(0.9, 0.9), 0, target_s=1.5, draft_s=1.0, plan=plan)
         round_result.committed += (5,) * n_forced
-        round_result.n_forced = n_forced
+        round_result.n_without_choice = n_forced
         policy.observe(round_result)
     assert planned(policy).reason == "put aside"
 
@@ -576,13 +576,13 @@ def test_a_text_that_changes_is_followed() -> None:
 def test_a_token_is_judged_only_if_those_before_it_were_accepted(
     n_accepted: int, n_judged: int
 ) -> None:
-    acceptance: dict[str, AcceptanceRates] = {}
+    acceptance: dict[str, AcceptanceCounts] = {}
     policy = cost_aware(acceptance=acceptance)
     draft = cut(policy, chain(0.95, 0.95, 0.95, 0.95))
     assert len(draft) == 4
     policy.observe(result(draft, n_accepted))
-    assert acceptance["model"].counts.n_judged.sum() == pytest.approx(n_judged, abs=0.1)
-    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(n_accepted, abs=0.1)
+    assert acceptance["model"].n_judged.sum() == pytest.approx(n_judged, abs=0.1)
+    assert acceptance["model"].n_accepted.sum() == pytest.approx(n_accepted, abs=0.1)
 
 
 @pytest.mark.parametrize("is_found", [False, True])
@@ -595,7 +595,7 @@ def test_tokens_not_worth_verifying_are_compared_with_the_text(
     """A model's draft, or n-grams that the plan does not follow: that they are right is seen at no
     cost.
     """
-    acceptance: dict[str, AcceptanceRates] = {}
+    acceptance: dict[str, AcceptanceCounts] = {}
     policy = cost_aware({n: 1.0 * n for n in range(1, 18)}, acceptance)
     proposed = chain(*[0.9] * 5, origin="ngram" if is_found else "model")
     plan = planned(
@@ -603,35 +603,35 @@ def test_tokens_not_worth_verifying_are_compared_with_the_text(
     )
     assert len(plan.found) == len(plan.stop.cut(proposed)) == 0
     policy.observe(RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, tokens, (proposed,)))
-    (counts,) = (each.counts for each in acceptance.values() if each.counts.n_judged.sum() > 0)
+    (counts,) = (each for each in acceptance.values() if each.n_judged.sum() > 0)
     assert counts.n_judged.sum() == pytest.approx(n_judged, abs=0.1)
     assert counts.n_accepted.sum() == pytest.approx(n_right, abs=0.1)
 
 
 def test_a_drawn_token_is_judged_by_the_confidence_before_the_draw() -> None:
-    acceptance: dict[str, AcceptanceRates] = {}
+    acceptance: dict[str, AcceptanceCounts] = {}
     policy = cost_aware(acceptance=acceptance)
     draft = planned(policy).stop.cut(
         replace(drawn(0.05, 0.15, 0.2), step_confidences=(0.93, 0.55, 0.1))
     )
     assert len(draft) == 3
     policy.observe(result(draft, 1))
-    counts = acceptance["model"].counts
+    counts = acceptance["model"]
     assert np.flatnonzero(counts.n_judged).tolist() == [5, 9]
     assert np.flatnonzero(counts.n_accepted).tolist() == [9]
 
 
 def test_a_draft_and_its_beginning_are_judged_once() -> None:
     """A found chain is proposed completely, and the part that is verified is in the draft again."""
-    acceptance: dict[str, AcceptanceRates] = {}
+    acceptance: dict[str, AcceptanceCounts] = {}
     policy = cost_aware({1: 1.0, 2: 1.0, 3: 50.0}, acceptance)
     plan = planned(policy)
     found = chain(0.95, 0.95, 0.95)
     once = plan.stop.cut(found)
     assert len(once) == 1
     policy.observe(RoundResult(plan, once, (0,), 0.0, 1.0, 2, (0, 1), (found, once)))
-    assert acceptance["model"].counts.n_judged.sum() == pytest.approx(2.0, abs=0.1)
-    assert acceptance["model"].counts.n_accepted.sum() == pytest.approx(2.0, abs=0.1)
+    assert acceptance["model"].n_judged.sum() == pytest.approx(2.0, abs=0.1)
+    assert acceptance["model"].n_accepted.sum() == pytest.approx(2.0, abs=0.1)
 
 
 @settings(max_examples=40)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from specgen.events import REASONS, CommittedEvent, FinishedEvent, ReasonName
-from specgen.method.acceptance import AcceptanceRates
+from specgen.method.acceptance import AcceptanceCounts, AcceptanceRates
 from specgen.method.cost_table import CostTable, Price
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import Drafting, ready
@@ -32,7 +32,7 @@ CHEAP = Price(0.05, 0.05)
 
 
 def by_cost(
-    table: dict[int, float] | None = None, **acceptance: AcceptanceRates
+    table: dict[int, float] | None = None, **acceptance: AcceptanceCounts
 ) -> CostAwarePolicy:
     return CostAwarePolicy(DraftOptions(), CostTable(FLAT if table is None else table), acceptance)
 
@@ -74,12 +74,12 @@ def first_trial(policy: Policy, asked: Offer) -> RoundPlan:
     return next(plan for plan in plans if plan.n_max)
 
 
-def wrong_chances() -> AcceptanceRates:
+def wrong_chances() -> AcceptanceCounts:
     acceptance = AcceptanceRates()
     for _ in range(400):
         acceptance.count_steps([0.9])
         acceptance.judge(0.9, accepted=False)
-    return acceptance
+    return acceptance.counts
 
 
 #: What brings about each reason that a policy gives.
@@ -114,7 +114,7 @@ def test_reasons_have_their_numbers() -> None:
     assert PLANS["threshold"]().why == "a draft's probability must be at least 0.30"
     quick = by_cost({1: 1.0, **{n: n - 1.5 for n in range(2, 18)}})  # a batch of two, by noise
     assert quick.plan(offer(price=Price(9.0, 9.0))).why.endswith("checking it 0.00")
-    assert PLANS["prefill"]().why == "the draft must first read the text, 9.00 s"
+    assert PLANS["prefill"]().why == "the draft must first prefill the text, which takes 9.00 s"
     assert PLANS["row cost"]().why == (
         "a guess costs 0.05 of a token of the target, and checking it 1.00"
     )

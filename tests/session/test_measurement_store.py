@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specgen.method.acceptance import N_BINS, AcceptanceRates
+from specgen.method.acceptance import N_BINS, AcceptanceCounts, AcceptanceRates
 from specgen.options import ContextOptions, Workers
 from specgen.session.measurement_store import MeasurementStore
 
@@ -49,8 +49,8 @@ def judge(
     measurements: MeasurementStore, n: int, mode: str = "greedy", draft: Path | str = DRAFT
 ) -> None:
     """Let a memory know of n accepted tokens."""
-    acceptance = measurements.acceptance(TARGET, draft, mode)
-    model = acceptance.setdefault("model", AcceptanceRates("model"))
+    by_origin = measurements.acceptance_counts(TARGET, draft, mode)
+    model = AcceptanceRates("model", by_origin.setdefault("model", AcceptanceCounts()))
     for _ in range(n):
         model.count_steps([0.5])
         model.judge(0.5, accepted=True)
@@ -70,12 +70,12 @@ def test_measurements_are_restored(file: Path) -> None:
     learn(measurements)
     measurements.costs(TARGET, CONTEXT).table(0).observe(3, 2.0)
     judge(measurements, 20)
-    before = measurements.acceptance(TARGET, DRAFT, "greedy")["model"].counts
+    before = measurements.acceptance_counts(TARGET, DRAFT, "greedy")["model"]
     before.credit = 2.5
     measurements.save()
     again = opened(file)
     assert known(again) == pytest.approx(known(measurements), rel=1e-5)
-    counts = again.acceptance(TARGET, DRAFT, "greedy")["model"].counts
+    counts = again.acceptance_counts(TARGET, DRAFT, "greedy")["model"]
     assert counts.credit == 2.5
     for name in ("n_judged", "n_accepted", "n_seen"):
         assert getattr(counts, name) == pytest.approx(getattr(before, name), abs=0.002)
@@ -222,15 +222,15 @@ def test_a_damaged_file_is_ignored_and_written_again(file: Path, text: bytes) ->
     file.write_bytes(text)
     measurements = opened(file)
     assert known(measurements) == {}
-    assert measurements.acceptance(TARGET, DRAFT, "greedy") == {}
+    assert measurements.acceptance_counts(TARGET, DRAFT, "greedy") == {}
     learn(measurements)
     judge(measurements, 3)
     measurements.save()
     again = opened(file)
     assert known(again) == {1: 1.0, 2: 1.5}
-    assert again.acceptance(TARGET, DRAFT, "greedy")[
+    assert again.acceptance_counts(TARGET, DRAFT, "greedy")[
         "model"
-    ].counts.n_judged.sum() == pytest.approx(3, abs=0.1)
+    ].n_judged.sum() == pytest.approx(3, abs=0.1)
 
 
 def edit(file: Path, **changes: object) -> None:
@@ -283,7 +283,7 @@ def test_chances_that_make_no_sense_are_not_known_and_spoil_no_others(
     measurements.save()
     (kept,) = document(file)["chances"].values()
     edit(file, chances={**kept, "ngram": changed and {**FULL, **changed}, "lookup": FULL})
-    found = opened(file).acceptance(TARGET, DRAFT, "greedy")
+    found = opened(file).acceptance_counts(TARGET, DRAFT, "greedy")
     assert set(found) == {"model", "lookup"}
-    assert found["model"].counts.n_judged.sum() == pytest.approx(4, abs=0.1)
-    assert np.all(np.isfinite(found["lookup"].curve()))
+    assert found["model"].n_judged.sum() == pytest.approx(4, abs=0.1)
+    assert np.all(np.isfinite(AcceptanceRates("lookup", found["lookup"]).curve()))

@@ -67,7 +67,7 @@ def test_a_draft_with_another_vocabulary_skips_the_default_turn_of_its_own_templ
     target: LlamaModel,
 ) -> None:
     """The target's template is used as the draft's here."""
-    prompts = Prompts(target, own_draft=target)
+    prompts = Prompts(target, translated_draft=target)
     prompt = prompts.of_text("Hi", now=NOW)
     skipped = set(prompt.skipped_prefix)
     assert skipped
@@ -128,8 +128,8 @@ def test_a_conversation_is_given_to_the_draft_in_its_own_template(
     with opened(models / "target.gguf", draft) as session:
         prompt = session.prompts.of_text("Hi", now=NOW, system=system)
         assert prompt.draft_tokens is not None
-        assert session.own_vocabulary is not None
-        vocabulary = session.own_vocabulary.vocabulary
+        assert session.translated_draft is not None
+        vocabulary = session.translated_draft.vocabulary
         said = [
             vocabulary.token_bytes(token) or vocabulary.control_text(token).encode()
             for token in prompt.draft_tokens

@@ -51,7 +51,7 @@ def run_checks(
     Args:
         session: A session with a greedy sampler. Its draft options and sampler are changed.
         prompts: The prompts by number.
-        ways: The ways to draft, of which the first is the one that the user asked for. Several
+        ways: The ways to draft. The first is the one that the user asked for. Several
             answers at once are only checked with the last one, which drafts most.
         check: Which checks to run.
         sampling: The sampler options of the sampled check.

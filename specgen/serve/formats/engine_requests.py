@@ -72,7 +72,7 @@ def prompt_of(
     if n_answer_tokens < 0:
         n_answer_tokens = n_ctx // 4
     max_tokens = max(n_ctx // 4, n_ctx - n_answer_tokens)
-    prompt, _ = infill_prompt(session.target, session.own_vocabulary, request.gap, max_tokens)
+    prompt, _ = infill_prompt(session.target, session.translated_draft, request.gap, max_tokens)
     return prompt
 
 

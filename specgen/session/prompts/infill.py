@@ -138,7 +138,7 @@ def check_infill(model: LlamaModel) -> InfillTokens:
 
 def infill_prompt(
     model: LlamaModel,
-    own_draft: LlamaModel | None,
+    translated_draft: LlamaModel | None,
     gap: Gap,
     n_max: int,
 ) -> tuple[Prompt, list[str]]:
@@ -149,8 +149,8 @@ def infill_prompt(
 
     Args:
         model: The target.
-        own_draft: A draft with another vocabulary. It gets the same prompt in its own tokens. If it
-            has no tokens for fill-in-the-middle, it gets the suffix and then the prefix.
+        translated_draft: A draft with another vocabulary. It gets the same prompt in its own
+            tokens. If it has none for fill-in-the-middle, it gets the suffix and then the prefix.
         gap: The texts around the gap.
         n_max: The maximum number of tokens of the prompt.
 
@@ -163,9 +163,9 @@ def infill_prompt(
     infill_tokens = check_infill(model)
     tokens, left_out = _InfillWriter(model.vocabulary, infill_tokens, gap).write(n_max)
     draft_tokens = None
-    if own_draft is not None:
-        draft_infill_tokens = InfillTokens.of(own_draft.vocabulary)
-        draft_writer = _InfillWriter(own_draft.vocabulary, draft_infill_tokens, gap)
+    if translated_draft is not None:
+        draft_infill_tokens = InfillTokens.of(translated_draft.vocabulary)
+        draft_writer = _InfillWriter(translated_draft.vocabulary, draft_infill_tokens, gap)
         draft_tokens = tuple(draft_writer.write(n_max)[0])
     text = "".join(map(model.vocabulary.control_text, tokens))
     return Prompt(

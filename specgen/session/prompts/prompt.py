@@ -72,8 +72,8 @@ class Prompts:
 
     #: The target.
     target: LlamaModel
-    #: The draft's model if it has another vocabulary, else None.
-    own_draft: LlamaModel | None = None
+    #: The draft's model if its drafts are translated from another vocabulary, else None.
+    translated_draft: LlamaModel | None = None
     #: A prompt that certainly has more tokens is refused before it is tokenized; None refuses none.
     n_ctx: int | None = None
     #: More variables for chat templates.
@@ -144,8 +144,8 @@ class Prompts:
         template = chat.template_for(self.target)
         rendered = chat.rendered(self.target.vocabulary, template.text, self.n_ctx)
         draft_tokens: tuple[int, ...] | None = None
-        if self.own_draft is not None:
-            draft_tokens = chat.draft_tokens(self.own_draft)
+        if self.translated_draft is not None:
+            draft_tokens = chat.draft_tokens(self.translated_draft)
         user_messages = (message.content for message in messages if message.role == "user")
         return replace(
             Prompt.of(rendered.text, rendered.tokens),
@@ -180,9 +180,10 @@ class Prompts:
         Its `text` stays as it is.
         """
         draft_tokens = prompt.draft_tokens
-        if draft_tokens is not None and self.own_draft is not None:
-            own = self.own_draft.vocabulary.tokenize_inside(self._text_of(answer))
-            draft_tokens = (*draft_tokens, *own)
+        if draft_tokens is not None and self.translated_draft is not None:
+            vocabulary = self.translated_draft.vocabulary
+            draft_answer = vocabulary.tokenize_inside(self._text_of(answer))
+            draft_tokens = (*draft_tokens, *draft_answer)
         return replace(prompt, tokens=(*prompt.tokens, *answer), draft_tokens=draft_tokens)
 
     def after(self, earlier: Sequence[int], prompt: Prompt) -> Prompt:
@@ -200,10 +201,12 @@ class Prompts:
         tokens = _without_bos(vocabulary, prompt.tokens)
         earlier_text = self._text_of(earlier)
         draft_tokens = prompt.draft_tokens
-        if draft_tokens is not None and self.own_draft is not None:
-            own = self.own_draft.vocabulary
-            earlier_draft_tokens = own.tokenize(earlier_text, add_special=True, parse_special=False)
-            draft_tokens = (*earlier_draft_tokens, *_without_bos(own, draft_tokens))
+        if draft_tokens is not None and self.translated_draft is not None:
+            draft_vocabulary = self.translated_draft.vocabulary
+            earlier_draft_tokens = draft_vocabulary.tokenize(
+                earlier_text, add_special=True, parse_special=False
+            )
+            draft_tokens = (*earlier_draft_tokens, *_without_bos(draft_vocabulary, draft_tokens))
         return replace(
             prompt,
             text=earlier_text + prompt.text,

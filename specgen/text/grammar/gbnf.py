@@ -375,7 +375,7 @@ class GbnfReader:
 def _rules_that_end(rules: list[list[_Sequence]]) -> set[int]:
     """Return the numbers of the rules that derive a text of finite length.
 
-    These are the rules with an alternative of which every item does so. They are found by adding
+    These are the rules with an alternative whose items all do so. They are found by adding
     such rules until there are no more.
     """
     ending_rules: set[int] = set()
