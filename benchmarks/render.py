@@ -2,7 +2,7 @@
 
     python benchmarks/render.py --columns 100 --rows 30
 
-Sends invented rounds (three drafted tokens, of which none to three are accepted) to the live view,
+Sends invented rounds (three drafted tokens, none to three of them accepted) to the live view,
 which writes to the null device, and times each round. The terminal's own work is not included.
 Answers of several lengths show that the cost of a round does not grow with the text. "one line" is
 text without line feeds. "one word" has no spaces either, which is the case in which most rows are

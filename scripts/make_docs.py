@@ -172,8 +172,8 @@ def shared_options(taken: Iterable[Panels]) -> Panels:
 def shared_taken(shared: Panels, taken: Sequence[str]) -> str:
     """Describe in as few words as possible which of the shared options a command takes.
 
-    It lists the groups of which the command takes all options, or those of which it takes none,
-    whichever are fewer. For groups of which it takes a part, it lists options.
+    It lists the groups from which the command takes all options, or those from which it takes none,
+    whichever are fewer. Where it takes only some options of a group, it lists them.
     """
     complete = []
     none = []

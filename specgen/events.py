@@ -362,7 +362,7 @@ class FinishedEvent(_Event, event="finished"):
 
     @property
     def n_positions(self) -> int:
-        """The number of drafted positions, of which `acceptance_rate` is the accepted share.
+        """The number of drafted positions; `acceptance_rate` is the share that was accepted.
 
         Branches of a tree share their positions, so there may be fewer than drafted tokens.
         """

@@ -38,8 +38,8 @@ class PackedFile {
     void remember(void *memory, size_t size);
     // Bring the packed form of a tensor into its memory. `rows` is as in the model's file.
     void load(ggml_tensor *tensor, const char *rows);
-    // All tensors were loaded: complete the new file, and begin to stream. Returns 0 or errno; a
-    // file that cannot be completed serves this process nevertheless.
+    // All tensors were loaded: complete the new file, and begin to stream. Returns 0 or errno. Even
+    // if the file cannot be completed, this process can use it.
     int finish();
 
     // Whether the file exists and is complete.

@@ -21,14 +21,14 @@ namespace {
 // The readers take pieces of this size: large enough for the disk, small enough to share a part and
 // to notice soon that something else is needed.
 constexpr size_t piece_bytes = 4 << 20;
-// The window has room for so many of the largest matrices, and for so many bytes at least. More
-// would only take memory from what is kept.
+// The window has room for at least this many of the largest matrices, and for at least this many
+// bytes. A larger one would only take memory from the weights that are kept.
 constexpr size_t window_matrices = 2;
 constexpr size_t min_window_bytes = 64 << 20;
-// Matrices of at most so many bytes are kept as a whole, if there is memory for all of them: a disk
-// is slow if it reads little at a time.
+// Matrices up to this size are kept as a whole if there is memory for all of them: a disk is slow
+// if it reads little at a time.
 constexpr size_t small_bytes = 1 << 20;
-// For so long a product waits for the readers without any progress.
+// How long a product waits for the readers if they make no progress.
 constexpr std::chrono::milliseconds patience{500};
 
 // Whether a tensor is kept as a whole, if there is memory for all of these: a small one, or one of

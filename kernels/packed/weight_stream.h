@@ -3,7 +3,7 @@
 //
 // Two threads read the matrices that are used next, and drop those that were used: one takes memory
 // while the other one waits for the disk. Left to itself, the system would keep what was used last,
-// of which nothing is left when the next pass comes to it.
+// and drop it just before the next pass needs it.
 //
 // The packed buffer stays one mapping of the file. A part of it is read into other memory of the
 // process, which is then moved to its place; to drop the part, the file is mapped there again. The

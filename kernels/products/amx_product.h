@@ -37,7 +37,7 @@ constexpr int most_columns = 6 * tile_columns;
 // The sums of a tile of columns: [column][row of the weight matrix].
 using TileSums = int32_t[tile_columns][16];
 
-// n columns as the fewest tiles, all of which take the same number of columns. (The last one may
+// n columns as the fewest tiles, all with the same number of columns. (The last one may
 // read beyond the last column: its sums there are not used.)
 struct EqualTiles {
     int n_columns;

@@ -30,7 +30,7 @@ extern "C" int sync_file_range(int, off64_t, off64_t, unsigned flags) {
 
 namespace {
 
-// Write some tensors, of which the disk fails to write one. Returns the first problem.
+// Write some tensors; the disk fails to write one of them. Returns the first problem.
 int write_tensors(int file, int n_tensors, int failing) {
     constexpr size_t bytes = 4096;
     TensorWriter writer(file);

@@ -184,8 +184,8 @@ class HiddenStateDrafter(Drafter):
     """
 
     name: ClassVar[str]
-    #: Nothing is drafted if more tokens than this, besides the first one, are not yet decoded by
-    #: the target. The draft decodes each of them separately.
+    #: Nothing is drafted if, not counting the first one, more tokens than this are not yet decoded
+    #: by the target. The draft decodes each of them separately.
     max_undecoded = 16
 
     def __init__(
@@ -225,8 +225,8 @@ class HiddenStateDrafter(Drafter):
         draft's own states and not the target's.
         """
         n_decoded = self._n_decoded(len(context))
-        # Known tokens that the target has not decoded, besides the first one: its own token of the
-        # last round.
+        # Known tokens that the target has not decoded, except the first one, which is its own token
+        # of the last round.
         n_undecoded = len(context) - 1 - n_decoded
         n_max = plan.n_max
         if self._max_predicted is not None:
@@ -386,7 +386,7 @@ class HiddenStateDraft(LoadedDraft):
     def n_sequences(self, n_rows: int) -> int:
         """Return the number of llama.cpp's sequences per text.
 
-        With a sliding window, one more is needed besides those of the branches.
+        With a sliding window, one more is needed than there are branches.
         """
         n_branches = self._n_branches(n_rows)
         return n_branches + 1 if self._target.n_window > 0 else n_branches

@@ -20,7 +20,7 @@ from specgen.text.vocabulary import Vocabulary
 #: added to this. No tokenizer merges it with a letter or a space.
 _ANCHOR = "\n"
 #: Appended to a prefix, this sorts after all tokens with the prefix: no vocabulary has a token with
-#: so many of these bytes.
+#: that many of these bytes.
 _HIGHEST = b"\xff" * 64
 #: Matches runs of bytes that are not UTF-8, in text decoded with "surrogateescape".
 _STRAY = re.compile("([\udc80-\udcff]+)")

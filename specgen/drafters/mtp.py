@@ -46,7 +46,7 @@ class MtpChainDrafter(HiddenStateDrafter):
     first one that the target has not decoded.
 
     A draft thus has at most as many tokens as there are layers. Known tokens that the target has
-    not decoded, besides the first, take up layers, too.
+    not decoded, except the first, take up layers, too.
     """
 
     name = "mtp"

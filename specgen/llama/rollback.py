@@ -66,7 +66,7 @@ class CellSequences:
     ) -> None:
         self._cache = cache
         self._decode_rows = decode_rows
-        #: The tokens of each sequence, for each of which the cache has a cell.
+        #: The tokens of each sequence. The cache has a cell for each token.
         self._texts: list[list[int]] = [[] for _ in range(n_sequences)]
 
     def text(self, sequence: int) -> list[int]:

@@ -115,7 +115,7 @@ def measure_threads(
 
     Args:
         backend: The backend, whose context is empty before and after.
-        counts: The thread counts to try, besides `default`.
+        counts: The thread counts to try, in addition to `default`.
         default: The thread count that is kept unless another one is clearly faster.
         budget_s: Seconds of decoding after which no more rounds begin.
         interrupted: Whether to stop and keep the default.

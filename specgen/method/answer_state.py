@@ -116,7 +116,7 @@ class AnswerState:
     branches: Branches = field(default_factory=Branches)
     #: The number of the answer in events.
     index: int = 0
-    #: Tokens that end the answer, besides the vocabulary's.
+    #: Tokens that end the answer, in addition to the vocabulary's.
     ends: frozenset[int] = frozenset()
     #: Takes the target's hidden states, if a drafter reads them.
     hidden_states: HiddenStateSink | None = None

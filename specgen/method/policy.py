@@ -252,7 +252,7 @@ class FixedPolicy:
         self._stop = StoppingRule(p_min, options.min_tokens, needs_confidence=p_min > 0.0)
 
     def plan(self, offer: Offer) -> RoundPlan:
-        """Return a plan for what was found, or else for the model's draft."""
+        """Return a plan for what was found; if nothing was, for the model's draft."""
         n_max = min(self.n_max, offer.n_max)
         if n_max < 1:
             return RoundPlan("no room")

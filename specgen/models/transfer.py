@@ -229,8 +229,9 @@ def lock_download(
         progress: Shows that note.
 
     Returns:
-        A context manager that releases the lock at the end of its block. Without a lock, if its
-        folder cannot be written: the download may go to another one, or else fails as well.
+        A context manager that releases the lock at the end of its block. If the lock's folder
+        cannot be written, there is no lock: either the download goes to another folder, or it
+        fails as well.
     """
     import filelock
 

@@ -533,7 +533,7 @@ class Flow:
         Args:
             n_kept: The number of rows of the last line to keep. More are kept if the last row that
                 is handed out would be joined to the next one, since a line feed has to follow it.
-            n_max_kept: If more rows than this would be kept, joined rows are separated after all.
+            n_max_kept: If more rows than this would be kept, joined rows are separated anyway.
         """
         n_rows = len(self.rows)
         n_taken = max(0, n_rows - n_kept)

@@ -47,7 +47,7 @@ def make_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
 
     Args:
         stream: The stream.
-        environ: The environment variables, of which NO_COLOR, FORCE_COLOR and others are used.
+        environ: The environment variables; NO_COLOR, FORCE_COLOR and others are used.
     """
     # For Rich an empty FORCE_COLOR would mean that the stream is not a terminal.
     ignored = set() if environ.get("FORCE_COLOR") else {"FORCE_COLOR"}

@@ -164,7 +164,7 @@ def _difference_line(prompt: int, difference: Difference) -> Text:
     drafted = _quoted_token(difference.drafted)
     details = f"{plain} without drafts, {drafted} with drafts; {difference.gap:.3g} logits apart, "
     if difference.allowed:
-        details += f"of which batches explain {difference.allowed:.3g}"
+        details += f"and batches explain {difference.allowed:.3g} of that"
     else:
         details += "and rows are the same in any batch"
     if difference.same_in_batches_of is not None:

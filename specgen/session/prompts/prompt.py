@@ -36,7 +36,7 @@ class Prompt:
     #: The positions of turns that the template itself adds before the first message. Draft models
     #: skip them.
     skipped_prefix: range = range(0)
-    #: More tokens that end the answer, besides the target's end-of-text tokens.
+    #: Tokens that end the answer, in addition to the target's end-of-text tokens.
     ends: frozenset[int] = frozenset()
     #: Texts that end the answer, besides those of the request.
     stop: tuple[str, ...] = ()
