@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import gzip
 import json
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from specgen.llama import LlamaVocabulary
 from specgen.serve.server.metrics import Metrics
@@ -394,6 +396,33 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
             assert b" 200 " in data
         kept.sendall(b"GET /health HTTP/1.1\r\n")
         assert _is_closed(kept)
+
+
+def test_closed_connections_are_forgotten(server: Running) -> None:
+    """Not only when the time for the next head is over."""
+    n_before = _n_in_memory(RequestResponseCycle)
+    for _ in range(20):
+        with _connected(server) as closed:
+            closed.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            assert b" 200 " in _all_of(closed)
+    for _ in range(20):
+        assert server.http.get("/health").status_code == 200
+    assert _n_in_memory(RequestResponseCycle) < n_before + 10
+
+
+def _n_in_memory(kind: type) -> int:
+    gc.collect()
+    return sum(isinstance(each, kind) for each in gc.get_objects())
+
+
+def test_small_writes_are_sent_at_once(server: Running) -> None:
+    """A chunk does not wait until the client has acknowledged the one before."""
+    with _connected(server):
+        connections = server.server.server_state.connections
+        wait_until(lambda: len(connections) > 0, "the connection")
+        for each in list(connections):
+            accepted = each.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_health_checks_of_http_1_0(server: Running) -> None:

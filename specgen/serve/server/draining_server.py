@@ -132,6 +132,8 @@ class _ServerProtocol(H11Protocol):
 
     #: The limit in seconds; 0 for no limit.
     head_s: ClassVar[float] = 0.0
+    #: Closes the connection at the limit; None if there is no limit.
+    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin a connection, and wait for its first head."""
@@ -144,6 +146,11 @@ class _ServerProtocol(H11Protocol):
         super().on_response_complete()
         self._await_head(finished_cycle)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End a connection, and its timer, which would keep it in memory up to the limit."""
+        super().connection_lost(exc)
+        self._stop_head_timer()
+
     def _await_head(self, last_cycle: RequestResponseCycle | None) -> None:
         """Close the connection after the time limit, unless a new request has begun by then.
 
@@ -155,8 +162,13 @@ class _ServerProtocol(H11Protocol):
             if self.cycle is last_cycle:
                 self.transport.close()
 
+        self._stop_head_timer()
         if self.head_s > 0:
-            self.loop.call_later(self.head_s, close_if_idle)
+            self._head_timer = self.loop.call_later(self.head_s, close_if_idle)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep a connection open on which the client sends no more, until its request is answered.

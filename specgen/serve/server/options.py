@@ -158,8 +158,11 @@ def bound_socket(
         UsageError: If there is no such address, or another program listens there.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        # With the protocol, because asyncio sets TCP_NODELAY only on sockets that name it. Without
+        # that option, the second of two small writes waits for an acknowledgement, up to 40 ms.
+        listening = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise UsageError(f"--host {host}: {_reason(error)}") from error
     try:
