@@ -485,6 +485,19 @@ def test_a_request_is_refused_if_all_connections_are_being_answered(model: Path)
         assert b" 503 " in late.recv(100)
 
 
+def test_connections_that_send_nothing_are_not_accepted_without_end(model: Path) -> None:
+    options = ServerOptions(port=0, limits=Limits(n_connections=3))
+    with running(session_of(model), options) as server, contextlib.ExitStack() as stack:
+        server.http.close()
+        connections = server.server.server_state.connections
+        wait_until(lambda: not connections, "the end of the test's own connection")
+        silent = [stack.enter_context(_connected(server)) for _ in range(103)]
+        wait_until(lambda: len(connections) == 103, "the connections")
+        assert _is_closed(stack.enter_context(_connected(server)))
+        _ask(silent[0], prompt="x", max_tokens=2)
+        assert b" 503 " in silent[0].recv(100)
+
+
 def test_a_prompt_with_too_many_bytes_is_not_tokenized(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

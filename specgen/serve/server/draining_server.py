@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from specgen.system.quantities import counted
 _BACKLOG = 128
 #: The time for sending the last data of answers that were cut off, in seconds.
 _FLUSH_S = 5.0
+#: The number of connections beyond the maximum whose requests get status 503. All others are closed
+#: at once, so that clients that send nothing cannot use up the files that the process may open.
+_N_REFUSED = 100
 #: The time between two looks at whether a half-closed connection was reset, in seconds.
 _RESET_CHECK_S = 0.05
 
@@ -105,13 +109,16 @@ def _config(
 ) -> uvicorn.Config:
     """Return uvicorn's configuration."""
     limits = options.limits
+    # uvicorn takes a class and makes the instances itself, so its settings are class variables.
+    settings = {"head_s": limits.client_s}
+    if limits.n_connections > 0:
+        settings["max_connections"] = limits.n_connections + _N_REFUSED
     return uvicorn.Config(
         app,
-        # uvicorn takes a class and makes the instances itself, so the limit is a class variable.
-        http=type("Protocol", (_ServerProtocol,), {"head_s": limits.client_s}),
+        http=type("Protocol", (_ServerProtocol,), settings),
         ws="none",
         backlog=_BACKLOG,
-        limit_concurrency=limits.n_connections,
+        limit_concurrency=limits.n_connections or None,
         log_config=None,
         # specgen logs errors itself. uvicorn would also log clients that do not read their answers.
         log_level="info" if is_verbose else "critical",
@@ -130,15 +137,20 @@ class _ServerProtocol(H11Protocol):
     after each response.
     """
 
-    #: The limit in seconds; 0 for no limit.
+    #: The time limit in seconds; 0 for no limit.
     head_s: ClassVar[float] = 0.0
-    #: Closes the connection at the limit; None if there is no limit.
+    #: The number of open connections beyond which a new one is closed.
+    max_connections: ClassVar[float] = math.inf
+    #: Closes the connection at the time limit; None if there is no limit.
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin a connection, and wait for its first head."""
+        """Begin a connection, and wait for its first head; close it if there are too many."""
         super().connection_made(transport)
-        self._await_head(None)
+        if len(self.connections) > self.max_connections:
+            transport.close()
+        else:
+            self._await_head(None)
 
     def on_response_complete(self) -> None:
         """End a response, and wait for the next head."""

@@ -29,8 +29,8 @@ class Limits:
 
     #: The maximum size of a request's body.
     body_bytes: int = 8 * 1024 * 1024
-    #: The maximum number of connections; further requests get status 503. Many systems allow a
-    #: process 1024 open files, which include connections.
+    #: The maximum number of connections; requests on further ones get status 503, and far too many
+    #: are closed. Many systems allow a process 1024 open files, which include connections.
     n_connections: int = 500
     prompt_tokens: int = _limit(
         0,
