@@ -83,10 +83,10 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
         n_open = self._pool.n_open
         if n_open:
-            limit = f"{self._drain_s:g} s"
+            limit = f"for at most {self._drain_s:g} s"
             if sig == signal.SIGINT:
-                limit = "again to end them now"
-            self._note(f"ending after {counted(n_open, 'answer')} ({limit})")
+                limit += "; Ctrl-C again to stop now"
+            self._note(f"waiting for {counted(n_open, 'answer')} to finish, {limit}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for unfinished answers for at most `drain_s` seconds, and then end them."""
