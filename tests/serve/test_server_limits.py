@@ -459,6 +459,19 @@ def test_a_client_that_closes_is_gone(server: Running) -> None:
         wait_until(lambda: not server.server.server_state.tasks, "the end of the request")
 
 
+def test_a_broken_body_after_the_response(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may come late, from a client that is refused before it has sent everything."""
+    with _connected(server) as client:
+        head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.sendall(head + b"1\r\nx\r\n")
+        assert b" 404 " in client.recv(1000)
+        client.sendall(b"no chunk\r\n")
+        assert _is_closed(client)
+    assert caplog.records == []
+
+
 def test_a_client_that_half_closes_too_early(server: Running) -> None:
     """Its body can never be complete."""
     with _connected(server) as client:

@@ -163,6 +163,13 @@ class _ServerProtocol(H11Protocol):
         super().connection_lost(exc)
         self._stop_head_timer()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP; after the beginning of a response, just close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def _await_head(self, last_cycle: RequestResponseCycle | None) -> None:
         """Close the connection after the time limit, unless a new request has begun by then.
 
