@@ -131,10 +131,10 @@ def _config(
 
 
 class _ServerProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for receiving the head of a request, and half-closed connections.
+    """HTTP/1.1 with limits on connections, which may be half-closed.
 
-    A connection that exceeds the limit is closed. The time starts with the connection, and again
-    after each response.
+    A connection is closed if there are too many, or if the head of a request does not arrive in
+    time. The time starts with the connection, and again after each response.
     """
 
     #: The time limit in seconds; 0 for no limit.
