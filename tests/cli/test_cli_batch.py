@@ -184,7 +184,7 @@ def test_results_of_other_settings_are_refused(batch: Batch) -> None:
     gone = batch.answer(PROMPTS[:1], code=2)
     assert "a result for '2', which nothing asks for" in gone.err
     changed = batch.answer([PROMPTS[0], "x"], code=2)
-    assert "a result for '2', which asked something else than line 2 does now" in changed.err
+    assert "a result for '2', but line 2 now asks something else" in changed.err
     assert batch.out.read_bytes() == before
     batch.answer([*PROMPTS[:2], "more"], "--temp", "0.5", "--allow-mixed", "-np", "1")
     assert batch.out.read_bytes().startswith(before)

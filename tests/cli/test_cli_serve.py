@@ -108,7 +108,7 @@ class TestEnding:
                 assert n_tokens(lines) == 2000
             assert process.wait(PATIENCE_S) == 0
             assert process.stderr is not None
-            assert "ending after 1 answer" in process.stderr.read()
+            assert "waiting for 1 answer to finish" in process.stderr.read()
 
     @pytest.mark.parametrize("how", ["the time is over", "a second signal"])
     def test_answers_that_take_too_long_are_cut(self, models: Path, how: str) -> None:
@@ -118,7 +118,7 @@ class TestEnding:
                 process.send_signal(signal.SIGINT)
                 if how == "a second signal":
                     assert process.stderr is not None
-                    while "ending after" not in process.stderr.readline():
+                    while "waiting for 1 answer" not in process.stderr.readline():
                         pass
                     process.send_signal(signal.SIGINT)
                 assert n_tokens(lines) < 8000

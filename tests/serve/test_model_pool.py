@@ -300,7 +300,7 @@ def test_unknown_names(files: Path, path: str) -> None:
         assert answer.status_code == 404
         error = answer.json()["error"]
         assert error["code"] == "model_not_found"
-        assert "there are a, b, c" in error["message"]
+        assert "the models are a, b, c" in error["message"]
         assert server.http.post(path, json={"prompt": "x"}).status_code == 400
         assert server.http.get("/props?model=d").status_code == 404
         assert server.http.get("/props?model=a").json()["model_alias"] == "a"
@@ -313,7 +313,7 @@ def test_models_that_are_not_loaded_in_anthropics_form(files: Path) -> None:
     with serving(files) as server:
         with anthropic.Anthropic(base_url=str(server.http.base_url), api_key="none") as client:
             models = list(client.models.list())
-            with pytest.raises(anthropic.NotFoundError, match="there are a, b, c"):
+            with pytest.raises(anthropic.NotFoundError, match="the models are a, b, c"):
                 client.models.retrieve("claude-opus-4-8")
         assert [model.id for model in models] == list(NAMES)
         assert {model.max_input_tokens for model in models} == {None}

@@ -103,6 +103,12 @@ def test_everything_works_with_the_keyboard(page: Page) -> None:
     page.keyboard.press("Enter")
     expect(page.locator(".turn .question")).to_have_text(f"{QUESTION} house")
     answer(page)
+    # Another answer, whose turn replaces the one with the button.
+    tab_to(page, "button", "Regenerate")
+    with page.expect_request(API):
+        page.keyboard.press("Enter")
+    answer(page)
+    expect(page.get_by_role("button", name="Send")).to_be_focused()
     # A new conversation, and back.
     tab_to(page, "button", "New conversation")
     page.keyboard.press("Enter")

@@ -187,11 +187,11 @@ def test_models_of_the_other_kind_are_refused_unloaded(folder: Path) -> None:
     with serving(folder) as server:
         refused = server.embed("text", input="x")
         assert refused.status_code == 400
-        assert "text generates text and has no embeddings" in refused.json()["error"]["message"]
+        assert "text generates text and makes no embeddings" in refused.json()["error"]["message"]
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
             refused = server.http.post(path, json={"model": "causal"})
             assert refused.status_code == 400
-            assert "ask it at /v1/embeddings" in refused.json()["error"]["message"]
+            assert "use /v1/embeddings" in refused.json()["error"]["message"]
         assert not server.pool.loaded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import gzip
 import json
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from specgen.llama import LlamaVocabulary
 from specgen.serve.server.metrics import Metrics
@@ -396,6 +398,33 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
         assert _is_closed(kept)
 
 
+def test_closed_connections_are_forgotten(server: Running) -> None:
+    """Not only when the time for the next head is over."""
+    n_before = _n_in_memory(RequestResponseCycle)
+    for _ in range(20):
+        with _connected(server) as closed:
+            closed.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            assert b" 200 " in _all_of(closed)
+    for _ in range(20):
+        assert server.http.get("/health").status_code == 200
+    assert _n_in_memory(RequestResponseCycle) < n_before + 10
+
+
+def _n_in_memory(kind: type) -> int:
+    gc.collect()
+    return sum(isinstance(each, kind) for each in gc.get_objects())
+
+
+def test_small_writes_are_sent_at_once(server: Running) -> None:
+    """A chunk does not wait until the client has acknowledged the one before."""
+    with _connected(server):
+        connections = server.server.server_state.connections
+        wait_until(lambda: len(connections) > 0, "the connection")
+        for each in list(connections):
+            accepted = each.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_health_checks_of_http_1_0(server: Running) -> None:
     """As haproxy's `option httpchk` and old monitors send them: without a Host."""
     for head in (b"GET /health HTTP/1.0\r\n\r\n", b"OPTIONS / HTTP/1.0\r\n\r\n"):
@@ -430,6 +459,19 @@ def test_a_client_that_closes_is_gone(server: Running) -> None:
         wait_until(lambda: not server.server.server_state.tasks, "the end of the request")
 
 
+def test_a_broken_body_after_the_response(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may come late, from a client that is refused before it has sent everything."""
+    with _connected(server) as client:
+        head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.sendall(head + b"1\r\nx\r\n")
+        assert b" 404 " in client.recv(1000)
+        client.sendall(b"no chunk\r\n")
+        assert _is_closed(client)
+    assert caplog.records == []
+
+
 def test_a_client_that_half_closes_too_early(server: Running) -> None:
     """Its body can never be complete."""
     with _connected(server) as client:
@@ -454,6 +496,19 @@ def test_a_request_is_refused_if_all_connections_are_being_answered(model: Path)
         late = stack.enter_context(_connected(server))
         _ask(late, prompt="x", max_tokens=2)
         assert b" 503 " in late.recv(100)
+
+
+def test_connections_that_send_nothing_are_not_accepted_without_end(model: Path) -> None:
+    options = ServerOptions(port=0, limits=Limits(n_connections=3))
+    with running(session_of(model), options) as server, contextlib.ExitStack() as stack:
+        server.http.close()
+        connections = server.server.server_state.connections
+        wait_until(lambda: not connections, "the end of the test's own connection")
+        silent = [stack.enter_context(_connected(server)) for _ in range(103)]
+        wait_until(lambda: len(connections) == 103, "the connections")
+        assert _is_closed(stack.enter_context(_connected(server)))
+        _ask(silent[0], prompt="x", max_tokens=2)
+        assert b" 503 " in silent[0].recv(100)
 
 
 def test_a_prompt_with_too_many_bytes_is_not_tokenized(

@@ -330,7 +330,7 @@ class EarlierResults:
                 hint = _HINT_MIXED
                 if custom_id in self.errors:
                     hint = "--retry-errors answers it again"
-                message = f"{subject}, which asked something else than line {line.number} does now"
+                message = f"{subject}, but line {line.number} now asks something else"
                 raise UsageError(message, hint)
 
 

@@ -143,7 +143,7 @@ class KeyCheck(_RequestCheck):
         ]
         if any(matches):
             return None
-        message = "no key, or a wrong one: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+        message = "missing or wrong API key: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
         response_headers = {"WWW-Authenticate": "Bearer"}
         return RequestError(401, message, "invalid_api_key", headers=response_headers)
 

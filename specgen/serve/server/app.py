@@ -256,9 +256,9 @@ async def _answer_in_thread(
 
 def _wrong_model_error(name: str, *, embeds: bool) -> RequestError:
     """Return the error for a model of the other kind than the endpoint needs."""
-    reason = "is an embedding model and generates no text: ask it at /v1/embeddings"
+    reason = "is an embedding model and generates no text: use /v1/embeddings"
     if embeds:
-        reason = "generates text and has no embeddings: serve an embedding model for them"
+        reason = "generates text and makes no embeddings: serve an embedding model for that"
     return RequestError(400, f"{name} {reason}", "unsupported", "model")
 
 
@@ -312,7 +312,7 @@ async def _error_response(request: HttpRequest, error: Exception) -> Response:
             request_error = RequestError(error.status_code, message, headers=error.headers)
             return refusal(request_error, scope)
     _log.error("%s failed", path, exc_info=error)
-    return refusal(RequestError(500, "internal error; see the log of the server", "bug"), scope)
+    return refusal(RequestError(500, "internal error; see the server's log", "bug"), scope)
 
 
 # --- running --------------------------------------------------------------------------------------

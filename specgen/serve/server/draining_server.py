@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from specgen.system.quantities import counted
 _BACKLOG = 128
 #: The time for sending the last data of answers that were cut off, in seconds.
 _FLUSH_S = 5.0
+#: The number of connections beyond the maximum whose requests get status 503. All others are closed
+#: at once, so that clients that send nothing cannot use up the files that the process may open.
+_N_REFUSED = 100
 #: The time between two looks at whether a half-closed connection was reset, in seconds.
 _RESET_CHECK_S = 0.05
 
@@ -79,10 +83,10 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
         n_open = self._pool.n_open
         if n_open:
-            limit = f"{self._drain_s:g} s"
+            limit = f"for at most {self._drain_s:g} s"
             if sig == signal.SIGINT:
-                limit = "again to end them now"
-            self._note(f"ending after {counted(n_open, 'answer')} ({limit})")
+                limit += "; Ctrl-C again to stop now"
+            self._note(f"waiting for {counted(n_open, 'answer')} to finish, {limit}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for unfinished answers for at most `drain_s` seconds, and then end them."""
@@ -105,13 +109,16 @@ def _config(
 ) -> uvicorn.Config:
     """Return uvicorn's configuration."""
     limits = options.limits
+    # uvicorn takes a class and makes the instances itself, so its settings are class variables.
+    settings = {"head_s": limits.client_s}
+    if limits.n_connections > 0:
+        settings["max_connections"] = limits.n_connections + _N_REFUSED
     return uvicorn.Config(
         app,
-        # uvicorn takes a class and makes the instances itself, so the limit is a class variable.
-        http=type("Protocol", (_ServerProtocol,), {"head_s": limits.client_s}),
+        http=type("Protocol", (_ServerProtocol,), settings),
         ws="none",
         backlog=_BACKLOG,
-        limit_concurrency=limits.n_connections,
+        limit_concurrency=limits.n_connections or None,
         log_config=None,
         # specgen logs errors itself. uvicorn would also log clients that do not read their answers.
         log_level="info" if is_verbose else "critical",
@@ -124,25 +131,44 @@ def _config(
 
 
 class _ServerProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for receiving the head of a request, and half-closed connections.
+    """HTTP/1.1 with limits on connections, which may be half-closed.
 
-    A connection that exceeds the limit is closed. The time starts with the connection, and again
-    after each response.
+    A connection is closed if there are too many, or if the head of a request does not arrive in
+    time. The time starts with the connection, and again after each response.
     """
 
-    #: The limit in seconds; 0 for no limit.
+    #: The time limit in seconds; 0 for no limit.
     head_s: ClassVar[float] = 0.0
+    #: The number of open connections beyond which a new one is closed.
+    max_connections: ClassVar[float] = math.inf
+    #: Closes the connection at the time limit; None if there is no limit.
+    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin a connection, and wait for its first head."""
+        """Begin a connection, and wait for its first head; close it if there are too many."""
         super().connection_made(transport)
-        self._await_head(None)
+        if len(self.connections) > self.max_connections:
+            transport.close()
+        else:
+            self._await_head(None)
 
     def on_response_complete(self) -> None:
         """End a response, and wait for the next head."""
         finished_cycle = self.cycle
         super().on_response_complete()
         self._await_head(finished_cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End a connection, and its timer, which would keep it in memory up to the limit."""
+        super().connection_lost(exc)
+        self._stop_head_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP; after the beginning of a response, just close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def _await_head(self, last_cycle: RequestResponseCycle | None) -> None:
         """Close the connection after the time limit, unless a new request has begun by then.
@@ -155,8 +181,13 @@ class _ServerProtocol(H11Protocol):
             if self.cycle is last_cycle:
                 self.transport.close()
 
+        self._stop_head_timer()
         if self.head_s > 0:
-            self.loop.call_later(self.head_s, close_if_idle)
+            self._head_timer = self.loop.call_later(self.head_s, close_if_idle)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep a connection open on which the client sends no more, until its request is answered.

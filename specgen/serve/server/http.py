@@ -47,7 +47,7 @@ async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError(400, "the body is not a JSON object", code="invalid_json")
     if len(data) > limits.body_bytes > 0 and len(data) - _image_size(body) > limits.body_bytes:
-        raise _too_large_error(f"{limits.body_bytes} bytes besides images")
+        raise _too_large_error(f"{limits.body_bytes} bytes, not counting images")
     return body
 
 
@@ -102,7 +102,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
             n_text_bytes += len(_ENCODED_RUN.sub(b"", data[n_checked:]))
             n_checked = len(data)
         if n_text_bytes > max_bytes:
-            raise _too_large_error(f"{max_bytes} bytes besides images")
+            raise _too_large_error(f"{max_bytes} bytes, not counting images")
     return bytes(data)
 
 

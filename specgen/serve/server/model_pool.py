@@ -176,9 +176,9 @@ class ModelPool:
             return pooled
         names = ", ".join(self.models)
         if name is None:
-            message = f"no model is given; there are {names}"
+            message = f"no model is named; the models are {names}"
             raise RequestError(400, message, "invalid_value", "model")
-        message = f"there is no model {name!r}; there are {names}"
+        message = f"there is no model {name!r}; the models are {names}"
         raise RequestError(404, message, "model_not_found", "model")
 
     def _named(self, name: str) -> PooledModel | None:
@@ -374,7 +374,7 @@ class ModelPool:
             self._refuse(pooled, refusal)
         except Exception:  # noqa: BLE001 - a bug: the requests fail, the server goes on
             _log.exception("%s cannot be loaded", name)
-            message = "internal error; see the log of the server"
+            message = "internal error; see the server's log"
             self._refuse(pooled, RequestError(500, message, code="bug"))
 
     def _lease_to_waiting(self, pooled: PooledModel) -> None:

@@ -29,8 +29,8 @@ class Limits:
 
     #: The maximum size of a request's body.
     body_bytes: int = 8 * 1024 * 1024
-    #: The maximum number of connections; further requests get status 503. Many systems allow a
-    #: process 1024 open files, which include connections.
+    #: The maximum number of connections; requests on further ones get status 503, and far too many
+    #: are closed. Many systems allow a process 1024 open files, which include connections.
     n_connections: int = 500
     prompt_tokens: int = _limit(
         0,
@@ -158,8 +158,11 @@ def bound_socket(
         UsageError: If there is no such address, or another program listens there.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        # With the protocol, because asyncio sets TCP_NODELAY only on sockets that name it. Without
+        # that option, the second of two small writes waits for an acknowledgement, up to 40 ms.
+        listening = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise UsageError(f"--host {host}: {_reason(error)}") from error
     try:

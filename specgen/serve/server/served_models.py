@@ -190,12 +190,12 @@ class ModelLoader:
             with turns:
                 embedder = Embedder(file, context, n_ctx)
             self.reporter.note(
-                f"{name}: embeddings of {embedder.n_embd} values; {n_ctx} tokens a text"
+                f"{name}: embeddings of {embedder.n_embd} values, for texts of up to {n_ctx} tokens"
             )
             if context.n_ctx is not None and context.n_ctx > n_ctx:
                 self.reporter.note(
-                    f"{name} was trained with {n_ctx} tokens of context, so a text has no more, "
-                    f"and not {context.n_ctx}"
+                    f"{name} was trained with {n_ctx} tokens of context, which limit each text, "
+                    f"not {context.n_ctx}"
                 )
             return embedder
 
@@ -278,7 +278,7 @@ class ModelLoader:
             problem = check_syntax(str(value)) if is_template else ""
             if problem:
                 self.reporter.note(
-                    f"{name}: its chat template is not valid, so requests for chats will fail: "
+                    f"{name}: its chat template is not valid, so chat requests will fail: "
                     f"{problem}; --chat-template takes another"
                 )
                 return

@@ -75,6 +75,9 @@ export class TurnActions {
     }
     const nLater = nRemoved - 1;
     const answered = this.#ask(conversation, text, turn.attachments);
+    if (document.activeElement === document.body) { // the focus was on a button of the old turn
+      document.getElementById("stop").focus();
+    }
     if (backup !== null && (turn.text !== "" || nLater > 0)) {
       this.#offerToRestore(replacedText(conversation.shownTitle, nLater), backup);
     }
