@@ -762,14 +762,17 @@ def _generation(defaults: GenerationOptions, given: AnswerDefaults) -> Generatio
     grammar = checked_value("grammar", str | None, given.get("grammar"))
     schema = given.get("json_schema")
     if grammar is not None and schema is not None:
-        raise UsageError("grammar and json_schema exclude each other; give one of them")
+        raise UsageError("grammar and json_schema cannot be used together; give one of them")
     if grammar is not None:
         by_name["grammar"] = Grammar("gbnf", grammar)
     if schema is not None:
         by_name["grammar"] = schema_grammar(_schema_text(schema))
     generation = _merged(defaults, "generation", given.get("generation"), by_name)
     if generation.grammar is not None and generation.ignore_eos:
-        raise UsageError("ignore_eos and a grammar, whose text ends, exclude each other")
+        raise UsageError(
+            "ignore_eos and a grammar cannot be used together: "
+            "text that follows a grammar has an end"
+        )
     return generation
 
 

@@ -42,7 +42,7 @@ class SpecgenError(Exception):
 
 
 class UsageError(SpecgenError, exit_code=2):
-    """An option has an invalid value, or two options exclude each other."""
+    """An option has an invalid value, or two options cannot be used together."""
 
 
 class PromptError(SpecgenError, exit_code=3):

@@ -233,7 +233,7 @@ class DraftOptions(Options):
         "auto",
         "--draft-mask",
         "The mask token of a parallel draft model (PARD), by number or text; auto uses the file's, "
-        "off drafts one token after the other.",
+        "off drafts one token at a time.",
         metavar="auto|off|TOKEN",
         parse=utf8,
     )

@@ -247,5 +247,5 @@ def _usage_error(error: Any) -> UsageError:
         else:
             message += did_you_mean(name, error.ctx.command.commands)
     elif "unexpected extra argument" in message and command.endswith(" run"):
-        hint = "put a prompt of several words into quotes"
+        hint = "put quotes around a prompt of several words"
     return UsageError(message, hint)

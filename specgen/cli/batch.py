@@ -53,7 +53,7 @@ def batch(
         show_default="the fastest number that fits into memory",
     ),
     retry_errors: bool = _batch(
-        False, "--retry-errors", "Answer lines again whose result in OUT is an error."
+        False, "--retry-errors", "Answer again those lines whose result in OUT is an error."
     ),
     allow_mixed: bool = _batch(
         False,
@@ -417,7 +417,7 @@ def _ray_cluster(
             raise UsageError("--cpus-per-worker and --gpus-per-worker go with --ray")
         return None
     if machine.target.workers is not None:
-        raise UsageError("--ray and --rpc exclude each other")
+        raise UsageError("--ray and --rpc cannot be used together")
     if importlib.util.find_spec("ray") is None:
         hint = "pip install 'specgen-gguf[ray]'"
         raise UsageError("--ray needs ray, which is not installed", hint)

@@ -613,7 +613,9 @@ def _draft_model(target: str, draft: str | None, output: Output) -> Path:
             kind = find_kind(path)
             if kind is not None and kind.name == ANY_FILE:
                 return path
-    raise UsageError(f"no model drafts for {target}", hint="name one that is to learn with --draft")
+    raise UsageError(
+        f"no model drafts for {target}", hint="name the one that should learn with --draft"
+    )
 
 
 @app.command(cls=Command)

@@ -131,7 +131,7 @@ class _FileGap:
         new_bytes = self.encoding.encode(self.prefix + middle + self.suffix)
         with write_errors(self.path):
             if self.path.read_bytes() != bytes_as_read:
-                what = "the file has changed meanwhile; the middle was not written into it"
+                what = "the file has changed in the meantime; the middle was not written into it"
                 raise OutputError(f"{self.path}: {what}")
             replace_bytes(self.path, new_bytes)
 
@@ -152,7 +152,7 @@ def _find_gap(
     has_files = prefix_file is not None or suffix_file is not None
     if place is not None:
         if has_files:
-            raise UsageError("FILE:LINE and --prefix-file or --suffix-file exclude each other")
+            raise UsageError("FILE:LINE and --prefix-file or --suffix-file cannot be used together")
         return _gap_at(place)
     if in_place:
         raise UsageError("--in-place needs FILE:LINE, the file to write to")

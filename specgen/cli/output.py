@@ -87,7 +87,9 @@ class Output:
 
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:
-            raise UsageError("--quiet and --verbose exclude each other", hint="use one of them")
+            raise UsageError(
+                "--quiet and --verbose cannot be used together", hint="use one of them"
+            )
 
     @property
     def has_summary(self) -> bool:

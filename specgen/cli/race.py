@@ -78,7 +78,7 @@ def race(
     with opened(wanted, setup.machine.kernels, output) as session:
         if session.draft is None:
             hint = "name a draft with --draft"
-            raise UsageError("no draft is expected to pay, so there is nothing to race", hint)
+            raise UsageError("no draft is expected to pay off, so there is nothing to race", hint)
         asked = session.prompts.of_text(text, chat=template.chat, system=template.system)
         for note in (asked.notice, CONDITIONS):
             if note:

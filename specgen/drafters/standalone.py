@@ -164,7 +164,7 @@ class StandaloneDraft(LoadedDraft):
             raise UsageError(
                 f"{self.name}: a parallel draft cannot have a draft of its own; leave out the next "
                 "--draft",
-                hint="--draft-mask off drafts one token after the other",
+                hint="--draft-mask off drafts one token at a time",
             )
         source, *others = setup.further_drafts
         if not isinstance(source, Path):
@@ -344,7 +344,7 @@ class StandaloneDraft(LoadedDraft):
         if self._lacks_mask:
             yield (
                 f"{self.name} is a parallel draft, but its file does not say which its mask token "
-                "is, so it drafts one token after the other: give --draft-mask (`pard_token` in "
+                "is, so it drafts one token at a time: give --draft-mask (`pard_token` in "
                 "the config.json of the model that it was converted from)"
             )
 

@@ -240,7 +240,7 @@ class LlamaModel:
             return ""
         return (
             f"llama.cpp adds up products of {' and '.join(sorted(tiled))} weights "
-            "in another order for 8 and more rows (MUL_MAT)"
+            "in a different order for 8 or more rows (MUL_MAT)"
         )
 
     @property
@@ -274,7 +274,7 @@ class LlamaModel:
             return None
         return (
             f"{self.name}: llama.cpp computes several sequences of this architecture "
-            f"({self.architecture}) wrong"
+            f"({self.architecture}) incorrectly"
         )
 
     def check_parallel(self, n_answers: int) -> None:

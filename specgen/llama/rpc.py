@@ -95,7 +95,7 @@ def _load_library(path: Path | None) -> Any:
     forget_log()
     backend = native.ggml_backend_load(os.fsencode(path))
     if not backend:
-        raise BackendError(f"GGML did not take {path.name}: {last_error()}", _BUILD_HINT)
+        raise BackendError(f"GGML did not accept {path.name}: {last_error()}", _BUILD_HINT)
     return backend
 
 

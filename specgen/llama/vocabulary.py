@@ -392,7 +392,7 @@ def _encode(text: str) -> bytes:
         half = text[error.start]
         raise PromptError(
             f"the text has half a surrogate pair, {half!r}, at character {error.start}",
-            hint="give text that UTF-8 can express",
+            hint="use characters that UTF-8 can represent",
         ) from None
 
 

@@ -95,7 +95,7 @@ def piece_of_file(name: str) -> FileKind | None:
         return None
     whole = match["whole"]
     return FileKind(
-        "a piece of a model that was cut into several files",
+        "a piece of a model that was split into several files",
         f"join the pieces: cat {whole}?* > {whole}",
     )
 

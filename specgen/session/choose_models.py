@@ -105,7 +105,9 @@ def find_models(
     draft = choice.draft
     if target is not None and choice.pair is not None:
         hint = "use one of them; with --pair, --draft replaces the pair's draft"
-        raise UsageError(f"--target {target} and --pair {choice.pair} exclude each other", hint)
+        raise UsageError(
+            f"--target {target} and --pair {choice.pair} cannot be used together", hint
+        )
     pair = None
     if target is None:
         pair = registry.pair(choice.pair or registry.default_pair)

@@ -166,7 +166,7 @@ class Engine:
             n_parallel //= 2
         engine = cls(session, n_parallel=n_parallel, **options)
         if why_one is not None:
-            engine.notify(f"{why_one}: answers are made one after the other")
+            engine.notify(f"{why_one}: answers are generated one at a time")
         return engine
 
     def __enter__(self) -> Engine:
@@ -632,7 +632,7 @@ class Engine:
         Its slot is emptied in all caches, since the error may have left any part of a decode there.
         """
         if not isinstance(error, SpecgenError):
-            error = BackendError(f"the round was broken off: {type(error).__name__}")
+            error = BackendError(f"the round was aborted: {type(error).__name__}")
         request.failure = error
         if request.slot is not None:
             self._clear(request.slot)

@@ -356,4 +356,4 @@ def is_busy(others_share: float | None) -> bool:
 
 def busy_text(others_share: float) -> str:
     """Return a notice about the load of other programs."""
-    return f"other programs took {100 * others_share:.0f}% of the machine's cores meanwhile"
+    return f"other programs were using {100 * others_share:.0f}% of the machine's cores"

@@ -356,6 +356,6 @@ def test_a_model_of_one_sequence_makes_one_answer_at_a_time(
     assert "target.gguf: llama.cpp computes several sequences of this architecture" in result.err
     assert "--parallel 1" in result.err
     result = batch.again(draft=draft)
-    assert "(llama) wrong: answers are made one after the other" in result.err
+    assert "(llama) incorrectly: answers are generated one at a time" in result.err
     assert "1 at once" in result.err
     assert len(answers(batch.out)) == len(PROMPTS)

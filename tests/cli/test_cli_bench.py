@@ -193,7 +193,7 @@ def test_wrong_options_are_reported_before_anything_is_loaded(
         (("--draft-max", "0"), "--draft-max 0"),
         (("--json", missing / "x.json"), "there is no folder"),
         (("--html", tmp_path), "is a folder"),
-        (("--quiet", "--verbose"), "exclude each other"),
+        (("--quiet", "--verbose"), "cannot be used together"),
     ):
         outcome = bench(*arguments)
         assert (outcome.code, outcome.out) == (2, "")

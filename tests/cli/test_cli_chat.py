@@ -172,7 +172,7 @@ def test_a_model_without_a_template_gets_a_named_one(chat: Chat) -> None:
     result = chat(target="plain", draft="none", lines="x\ny\n")
     assert result.code == 0
     assert "a conversation needs a chat template" in result.err
-    assert "chatml is used; --chat-template takes another" in result.err
+    assert "chatml is used; choose another with --chat-template" in result.err
     named = chat("--chat-template", "chatml", target="plain", draft="none", lines="x\ny\n")
     assert result.out == named.out
     assert "--chat-template" not in named.err

@@ -173,7 +173,7 @@ def test_a_file_that_changed_meanwhile_is_left_alone(
     write("a.txt")
     found = fim("a.txt:1", "--in-place")
     assert found.code == 10
-    assert "changed meanwhile" in found.err
+    assert "changed in the meantime" in found.err
     assert found.out
     assert Path("a.txt").read_text(encoding="utf-8") == "changed"
 
@@ -214,7 +214,7 @@ def test_text_that_does_not_fit_the_context_is_left_out(fim: Fim) -> None:
         (("a.txt:1:12",), 3, "line 1 has no column 12: it has 10 characters"),
         (("missing.txt:1",), 3, "missing.txt: cannot be read"),
         (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 on line 2"),
-        (("a.txt:1", "--prefix-file", "a.txt"), 2, "exclude each other"),
+        (("a.txt:1", "--prefix-file", "a.txt"), 2, "cannot be used together"),
         ((), 2, "no gap"),
         (("--prefix-file", "a.txt", "--in-place"), 2, "--in-place needs FILE:LINE"),
         (("--prefix-file", "-", "--suffix-file", "-"), 2, "cannot both be standard input"),

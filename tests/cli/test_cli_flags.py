@@ -292,7 +292,7 @@ def test_the_short_help_fits_a_screen_and_the_long_one_shows_full_names(
         (("run", "hi", "-c", "nv"), "--ctx-size: give a whole number, not 'nv'"),
         (("run", "hi", "--temp", "hot"), "--temp: give a number, not 'hot'"),
         (("run", "hi", "-hf"), "give USER/REPO"),
-        (("run", "Tell", "a", "story"), "put a prompt of several words into quotes"),
+        (("run", "Tell", "a", "story"), "put quotes around a prompt of several words"),
         (("pull", "qwen2.5-coder-1.5b"), "it is `specgen models pull` here"),
         (("-m", "model.gguf", "-p", "hi"), "specgen run -m model.gguf"),
         (("run", "hi", "--mirror_stat", "2"), "No such option: --mirror_stat\n"),

@@ -254,7 +254,7 @@ def test_wrong_grammars_exit_with_2(cli: Cli, tmp_path: Path) -> None:
         (["-j", str(binary)], f"that is a file\nhint: use --json-schema-file {binary}"),
         (["-jf", str(tmp_path / "none")], "cannot be read: No such file"),
         (["-j", '{"type": "string", "not": {}}'], "no grammar can enforce"),
-        (["--grammar", "root ::= [a]", "-j", "{}"], "exclude each other"),
+        (["--grammar", "root ::= [a]", "-j", "{}"], "cannot be used together"),
         (["--grammar-file", "x", "-jf", "y"], "--grammar-file and --json-schema-file"),
         (["--grammar", "root ::= [a]", "--ignore-eos"], "--ignore-eos"),
         (["-j", "{}", "--ignore-eos"], "--ignore-eos"),

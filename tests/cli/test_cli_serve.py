@@ -264,7 +264,7 @@ def test_templates_that_are_missing_or_invalid_are_noted_at_the_start(tmp_path: 
         assert [line.startswith(expected) for line in said].count(True) == 1
     plain = write_tiny_model(tmp_path / "plain.gguf", TinyConfig())
     with listening("-m", str(plain)) as (process, _):
-        assert "chatml is used; --chat-template takes another" in ended(process)
+        assert "chatml is used; choose another with --chat-template" in ended(process)
 
 
 def test_an_embedding_model_alone(tmp_path: Path, specgen: Specgen) -> None:

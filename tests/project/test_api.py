@@ -498,7 +498,7 @@ def test_invalid_prompts_are_rejected(shared: specgen.Model, prompt: Any, said: 
         ({"logit_bias": {1: float("nan")}}, "logit_bias: give a bias between"),
         ({"logprobs": 101}, "logprobs: give 100 or less, not 101"),
         ({"grammar": 3}, "grammar: give a text, not 3"),
-        ({"grammar": "x", "json_schema": {}}, "grammar and json_schema exclude each other"),
+        ({"grammar": "x", "json_schema": {}}, "grammar and json_schema cannot be used together"),
         ({"json_schema": 3}, "json_schema: give an object, not 3"),
         ({"json_schema": {"enum": {1}}}, "json_schema: it is not JSON"),
         ({"ignore_eos": True, "json_schema": {}}, "ignore_eos and a grammar"),
@@ -723,7 +723,7 @@ def test_an_iterator_that_never_began_cancels_its_answer_too(model: specgen.Mode
 
 
 def test_invalid_requests_raise_and_leave_the_model_usable(model: specgen.Model) -> None:
-    with pytest.raises(UsageError, match="exclude each other"):
+    with pytest.raises(UsageError, match="cannot be used together"):
         model.generate(PROMPT, grammar="x", json_schema="{}")
     with pytest.raises(UsageError, match="need a prompt that is a text"):
         model.generate([specgen.Message("user", "x")], system="y")

@@ -86,7 +86,7 @@ def test_how_the_gain_is_known() -> None:
     assert "; 1.2 to 1.3 times as fast as without drafts" in summary_line(event)
     event = dataclasses.replace(event, estimated_whole_speedup=1.51)
     assert items(event)["gain"] == known
-    busy = "other programs took 40% of the machine's cores meanwhile"
+    busy = "other programs were using 40% of the machine's cores"
     rough = dataclasses.replace(event, others_share=0.4, estimate_is_rough=True)
     assert items(rough)["gain"] == f"{busy}, {known}"
     assert items(finished(estimate="not known: why"))["gain"] == "not known: why"

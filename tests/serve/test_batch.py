@@ -377,7 +377,7 @@ def test_a_batch_ends_without_free_cpus_and_after_an_interruption(
     [
         (("--ray", "ray://h:1"), "--ray ray://h:1: not the address"),
         (("--ray", "somewhere"), "not the address"),
-        (("--ray", "local", "--rpc", "h:1"), "--ray and --rpc exclude each other"),
+        (("--ray", "local", "--rpc", "h:1"), "--ray and --rpc cannot be used together"),
         (("--gpus-per-worker", "1"), "go with --ray"),
         (("--ray", "local", "--gpus-per-worker", "1.5"), "Ray can split only a single GPU"),
         (("--ray", "local"), "hint: pip install 'specgen-gguf[ray]'\n"),

@@ -18,7 +18,7 @@ from tests.tiny import CHATML_TEMPLATE, TinyConfig, write_tiny_model
 TURNS: list[dict[str, Any]] = [{"role": "user", "content": "the cat is in the"}]
 TEXT = TURNS[0]["content"]
 OPTIONS = {"num_predict": 6}
-NOTE = "plain.gguf has no default one: chatml is used; --chat-template takes another"
+NOTE = "plain.gguf has no default one: chatml is used; choose another with --chat-template"
 BROKEN = "{% for m in messages %}\n{{ m.content }\n{% endfor %}"
 #: The paths of conversations, and what each is asked.
 CHATS: list[tuple[str, dict[str, Any]]] = [

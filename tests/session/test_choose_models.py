@@ -235,7 +235,7 @@ def test_a_pair_uses_its_own_draft_even_if_another_was_saved(big: Path, find: Fi
     assert fetched == ["big", "small"]
     _, choices, _ = find(None, "ngram", pair="big-small")
     assert choices == (DraftChoice("ngram"),)
-    with pytest.raises(UsageError, match="exclude each other"):
+    with pytest.raises(UsageError, match="cannot be used together"):
         find("big", pair="big-small")
 
 

@@ -317,7 +317,9 @@ class Template:
 
     def __post_init__(self) -> None:
         if self.system is not None and self.chat is False:
-            raise UsageError("--system and --raw exclude each other: --raw uses no chat template")
+            raise UsageError(
+                "--system and --raw cannot be used together: --raw uses no chat template"
+            )
 
 
 template = group(Template)
@@ -358,10 +360,11 @@ def answer(
     }
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise UsageError(f"{' and '.join(names)} exclude each other", hint="use one of them")
+        raise UsageError(f"{' and '.join(names)} cannot be used together", hint="use one of them")
     if names and options.ignore_eos:
         raise UsageError(
-            "--ignore-eos and a grammar exclude each other: text that follows a grammar has an end"
+            "--ignore-eos and a grammar cannot be used together: "
+            "text that follows a grammar has an end"
         )
     # At most one of the four is given.
     for name, text in (("--grammar", grammar), ("--json-schema", json_schema)):

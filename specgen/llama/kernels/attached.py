@@ -158,7 +158,7 @@ def attach(path: Path) -> Kernels:
     if problem or not backend:
         has_right_ggml = _text(native.built_for()) == ggml_version()
         hint = None if has_right_ggml else f"install the llama.cpp that they are for: {REBUILD}"
-        raise BackendError(problem or f"GGML did not take the library: {last_error()}", hint)
+        raise BackendError(problem or f"GGML did not accept the library: {last_error()}", hint)
     _attached = Kernels(path, native)
     # Sampling calls it without knowing of kernels.
     raw_probabilities.native_likeliest = getattr(native, "likeliest", None)

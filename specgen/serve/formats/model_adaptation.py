@@ -47,7 +47,7 @@ def _with_checked_template(request: ParsedRequest, model: LlamaModel) -> ParsedR
     """
     problem = template_problem(model)
     if problem:
-        raise UsageError(f"{problem}; the server's option --chat-template takes another")
+        raise UsageError(f"{problem}; choose another with the server's option --chat-template")
     has_template = template_of(model, has_tools=request.tools is not None) is not None
     if has_template or not request.needs_template:
         return request

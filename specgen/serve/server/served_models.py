@@ -83,7 +83,7 @@ class ModelLoader:
             model: The options of the model.
 
         Raises:
-            UsageError: If the options exclude each other.
+            UsageError: If the options cannot be used together.
             MemoryLimitError: If it needs too much memory, even with one answer at a time.
             ModelFileError: If a file cannot be used.
             FetchError: If a file cannot be fetched.
@@ -279,7 +279,7 @@ class ModelLoader:
             if problem:
                 self.reporter.note(
                     f"{name}: its chat template is not valid, so chat requests will fail: "
-                    f"{problem}; --chat-template takes another"
+                    f"{problem}; choose another with --chat-template"
                 )
                 return
 

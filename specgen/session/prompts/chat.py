@@ -73,7 +73,7 @@ def substitute_template(model: LlamaModel) -> ChatTemplate:
         stop = (_CHATML_END,)
     notice = (
         f"a conversation needs a chat template, and {model.name} has no default one: "
-        f"{name} is used; --chat-template takes another"
+        f"{name} is used; choose another with --chat-template"
     )
     return ChatTemplate(text, stop, notice)
 
@@ -104,7 +104,7 @@ def check_template(model: LlamaModel) -> None:
     problem = template_problem(model)
     if problem:
         raise ModelFileError(
-            problem, "--chat-template takes another; `specgen run --raw` uses none"
+            problem, "choose another with --chat-template; `specgen run --raw` uses none"
         )
 
 

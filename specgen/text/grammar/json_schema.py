@@ -157,7 +157,7 @@ def _readable(problem: str) -> str:
     """Return llguidance's message in a form for users."""
     reference = _OUTER_REFERENCE.search(problem)
     if reference is not None:
-        return f"$ref {reference[1]!r} leads out of the schema"
+        return f"$ref {reference[1]!r} points outside the schema"
     return textwrap.shorten(problem, _MAX_SHOWN_PROBLEM, placeholder="...")
 
 

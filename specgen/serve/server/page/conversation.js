@@ -5,7 +5,7 @@ import { NOT_STORED, showNotice } from "./notice.js";
 import { Turn } from "./turn.js";
 
 const COPIED =
-  "Another tab has changed this conversation meanwhile. What you see here is stored as a copy.";
+  "Another tab has changed this conversation in the meantime. What you see here is stored as a copy.";
 
 /**
  * The oldest turns, which the model no longer sees, because the context is full.
