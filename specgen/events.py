@@ -182,7 +182,7 @@ class Piece:
     #: The drafter of an accepted token; ``grammar`` for a forced one; ``target`` otherwise.
     origin: str
     #: With `--logprobs`, the natural logarithm of its probability at temperature 1, before samplers
-    #: and grammar; null for forced tokens.
+    #: and grammar; null for a token that is the only one that the grammar allows, drafted or not.
     logprob: float | None = None
     #: With `--logprobs N`, the N most likely tokens at this position, in descending order, followed
     #: by this token if it is not one of them.

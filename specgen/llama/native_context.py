@@ -238,12 +238,13 @@ class _Opening:
         n_native = n_sequences + len(self._guarded)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = size.n_ctx
-        params.n_batch = size.n_rows
-        params.n_ubatch = size.n_rows
+        # llama.cpp aborts if a batch can have fewer outputs than there are sequences. The limit is
+        # `n_outputs_max`, or for a draft with an encoder (EAGLE-3, DFlash) the size of a batch.
+        params.n_batch = max(size.n_rows, n_native)
+        params.n_ubatch = params.n_batch
+        params.n_outputs_max = max(size.n_outputs, n_native)
         params.n_seq_max = n_native
         params.n_rs_seq = n_snapshots
-        # llama.cpp aborts if this is lower than the number of sequences.
-        params.n_outputs_max = max(size.n_outputs, n_native)
         params.n_threads = options.n_threads or default_threads()
         params.n_threads_batch = options.n_threads_batch or params.n_threads
         if max(params.n_threads, params.n_threads_batch) > 1:

@@ -305,18 +305,33 @@ class AnswerState:
         row = 0  # of the logits from which the next token was chosen
         for node in verdict.path:
             token = draft.tokens[node]
-            piece = Piece(token, self.commit(token), "accepted", draft.origins[node])
-            pieces.append(self._with_logprobs(piece, logits[row]))
+            pieces.append(self._commit_chosen(token, "accepted", draft.origins[node], logits[row]))
             row = node + 1
             if self.finish_reason is not None:
                 return pieces
         if verdict.failure is not None:
             self.failure = verdict.failure
             return pieces
-        token = verdict.next_token
-        piece = Piece(token, self.commit(token), target_kind, "target")
-        pieces.append(self._with_logprobs(piece, logits[row]))
+        pieces.append(self._commit_chosen(verdict.next_token, target_kind, "target", logits[row]))
         return pieces
+
+    def _commit_chosen(
+        self,
+        token: int,
+        kind: TokenKind,
+        origin: str,
+        row: Logits,
+    ) -> Piece:
+        """Commit a token that was chosen from a row of logits, and return it.
+
+        It has log-probabilities if these were requested, unless it is the only token that the
+        grammar allows: plain decoding computes no logits for such a token.
+        """
+        n_certain_before = self._n_certain
+        piece = Piece(token, self.commit(token), kind, origin)
+        if self._n_certain > n_certain_before:
+            return piece
+        return self._with_logprobs(piece, row)
 
     def take_forced(self, now_s: float) -> list[Event]:
         """Commit the tokens that the grammar forces at the start of the answer.

@@ -28,6 +28,7 @@ from specgen.options import SamplerOptions, parse_tree
 from specgen.session.engine import Engine
 from specgen.session.session import Session
 from tests.helpers import sessions
+from tests.helpers.common import EXACT
 from tests.helpers.gemma4_assistant import write_assistant, write_gemma4
 from tests.helpers.heads import make_heads
 from tests.helpers.mtp import MtpArchitecture, write_mtp_model
@@ -272,6 +273,27 @@ def test_concurrent_answers_are_the_same_as_alone(folder: Path, case: Case, tree
         together = [event for event in events if event.sequence == number]
         # Where a kept text is continued, an MTP layer misses one state: a few drafts may differ.
         assert list(drafts(together)) == list(drafts(own)) or case.draft == "mtp"
+
+
+def test_a_batch_may_be_smaller_than_the_number_of_branches(folder: Path) -> None:
+    # Three answers with 15 branches each; llama.cpp would end the process.
+    with sessions.opened(
+        folder / "llama.gguf",
+        folder / "letters.gguf",
+        context=replace(EXACT, n_batch=16),
+        sampler=BIASED,
+        drafting={"ngrams": False, "tree": parse_tree("3,2,1")},
+    ) as opened:
+        texts = [opened.prompts.of_text(prompt, chat=False) for prompt in (PROMPT, "abc", "for")]
+        with Engine(opened, n_ctx=128, n_parallel=3) as engine:
+            together = [engine.insert(text) for text in texts]
+            list(engine.run())
+        with Engine(opened, n_ctx=128) as engine:
+            alone = [engine.insert(text, draft=False) for text in texts]
+            list(engine.run())
+    for fast, plain in zip(together, alone, strict=True):
+        assert fast.summary.token_ids == plain.summary.token_ids
+        assert fast.summary.n_accepted > 0
 
 
 def test_an_answer_without_a_draft_leaves_a_gap_that_costs_no_answer(folder: Path) -> None:

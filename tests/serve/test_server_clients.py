@@ -163,6 +163,20 @@ def test_prompts_of_tokens_and_texts_are_answered_as_a_list(server: Running) -> 
     assert [each["text"] for each in openai["choices"]] == [alone["content"]] * 2
 
 
+@pytest.mark.parametrize("drafts", [True, False])
+def test_the_chunks_of_a_stream_have_all_tokens(server: Running, drafts: bool) -> None:
+    """Even those whose text is held back, because it may be the beginning of a stop string."""
+    asked: dict[str, Any] = {"prompt": PROMPT, "n_predict": 8, "return_tokens": True}
+    if not drafts:
+        asked["speculative"] = {"draft": False}
+    plain = server.post("/completion", **asked).json()
+    for stop in (plain["content"][:5] + "\x00", plain["content"][-1] + "\x00"):
+        chunks = streamed(server, "/completion", stop=[stop], **asked)
+        assert "".join(chunk["content"] for chunk in chunks) == plain["content"]
+        assert [token for chunk in chunks for token in chunk["tokens"]] == plain["tokens"]
+    assert len(plain["tokens"]) == 8
+
+
 def test_biases_of_texts_are_those_of_their_tokens(server: Running) -> None:
     asked: dict[str, Any] = {"prompt": PROMPT, "n_predict": 8, "return_tokens": True}
     said = server.post("/completion", **asked).json()["content"]

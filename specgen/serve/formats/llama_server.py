@@ -164,6 +164,8 @@ class LlamaServerWriter(CompletionWriter):
         self._has_tokens = has_tokens
         #: The tokens of each answer.
         self._tokens: list[list[int]] = [[] for _ in self._answers]
+        #: Those that no chunk has had yet, because their text was held back.
+        self._unsent_tokens: list[list[int]] = [[] for _ in self._answers]
         #: The log-probabilities of each answer.
         self._probabilities: list[list[Json]] = [[] for _ in self._answers]
 
@@ -195,16 +197,28 @@ class LlamaServerWriter(CompletionWriter):
             pieces = event.pieces
         tokens = [piece.token_id for piece in pieces]
         self._tokens[number] += tokens
+        self._unsent_tokens[number] += tokens
         if chunks:
-            chunks[0]["tokens"] = tokens
+            chunks[0]["tokens"] = self._take_unsent_tokens(number)
         if event is not None and self._has_logprobs:
             entries = logprob_entries(pieces, self._first.generation.logprobs)
             chunks[0]["completion_probabilities"] = entries
             self._probabilities[number] += entries
         return chunks
 
+    def _take_unsent_tokens(self, number: int) -> list[int]:
+        """Return the tokens of an answer that no chunk has had yet; this chunk will have them."""
+        tokens = self._unsent_tokens[number]
+        self._unsent_tokens[number] = []
+        return tokens
+
     def _write_end(self, number: int) -> list[Json]:
-        return [{**self._ending_chunk(number), **own_figures(self._figures(number))}]
+        last_chunk = {
+            **self._ending_chunk(number),
+            "tokens": self._take_unsent_tokens(number),
+            **own_figures(self._figures(number)),
+        }
+        return [last_chunk]
 
     def _whole_answer(self, number: int) -> Json:
         """Return the whole response for one answer, or only the requested fields of it."""
