@@ -327,9 +327,9 @@ class AnswerState:
         It has log-probabilities if these were requested, unless it is the only token that the
         grammar allows: plain decoding computes no logits for such a token.
         """
-        n_certain_before = self._n_certain
+        n_without_choice_before = self._n_without_choice
         piece = Piece(token, self.commit(token), kind, origin)
-        if self._n_certain > n_certain_before:
+        if self._n_without_choice > n_without_choice_before:
             return piece
         return self._with_logprobs(piece, row)
 
