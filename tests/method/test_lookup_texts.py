@@ -130,7 +130,7 @@ def test_sources_that_cannot_be_looked_up_in_are_errors(tmp_path: Path) -> None:
         assert message(path[name]).startswith(said)
     if sys.platform != "win32":
         os.mkfifo(tmp_path / "pipe")
-        assert message(tmp_path / "pipe") .endswith("pipe: neither a file nor a folder")
+        assert message(tmp_path / "pipe").endswith("pipe: neither a file nor a folder")
     large = tmp_path / "large.txt"  # refused before it is read
     with large.open("wb") as file:
         file.truncate(MAX_CORPUS_BYTES + 1)
