@@ -35,7 +35,7 @@ COMMANDS = {
     "chat": "Talk with a model, at a terminal or in a pipe.",
     "fim": "Fill a gap in a file, or between two texts, and print the middle.",
     "batch": "Answer each line of a file, many at once; run it again to resume.",
-    "serve": "Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.",
+    "serve": "Serve OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs over HTTP.",
     "verify": "Check that drafting does not change your model's output.",
     "tune": "Measure what drafting gains with your models on this machine.",
     "bench": "Measure what drafting gains over plain decoding, on your own prompts.",
@@ -59,7 +59,7 @@ _NAMES_ELSEWHERE = {
     "help": "--help",
 }
 #: Typer's message about a command that does not exist, which may end with its own suggestions.
-_UNKNOWN_COMMAND = re.compile(r"No such command '(?P<name>[^']+)'\.")
+_UNKNOWN_COMMAND = re.compile(r"No such command (?P<quote>['\"])(?P<name>.+?)(?P=quote)\.")
 #: Error numbers of paths that cannot be looked up: their name is too long, their folder is
 #: inaccessible, or they are links in a circle.
 _PATH_ERRORS = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP}
@@ -244,6 +244,8 @@ def _usage_error(error: Any) -> UsageError:
         message = f"No such command '{name}'"
         if name in _NAMES_ELSEWHERE:
             hint = f"it is `specgen {_NAMES_ELSEWHERE[name]}` here"
+        elif " " in name and command == "specgen":
+            hint = 'a command comes before the prompt: `specgen run "prompt"`'
         else:
             message += did_you_mean(name, error.ctx.command.commands)
     elif "unexpected extra argument" in message and command.endswith(" run"):

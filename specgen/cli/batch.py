@@ -58,7 +58,7 @@ def batch(
     allow_mixed: bool = _batch(
         False,
         "--allow-mixed",
-        "Continue even if OUT has results of other settings or other lines; they are kept.",
+        "Continue even if OUT has results with other settings, or of other lines; they are kept.",
     ),
     ray: str | None = _batch(
         None,
@@ -171,7 +171,7 @@ def _batch_error(
     hint = None
     if not is_stream:
         hint = "correct the lines that are wrong; --retry-errors asks for all of them again"
-    what = f"{counted(len(failed_ids), 'line')} of {len(lines)} could not be answered"
+    what = f"{len(failed_ids)} of {counted(len(lines), 'line')} could not be answered"
     listing = _listing([line for line in lines if line.custom_id in failed_ids])
     return BatchError(f"{what}{listing}; the results say why", hint)
 
@@ -189,7 +189,8 @@ def _listing(failed_lines: Sequence[BatchLine]) -> str:
         if line.custom_id != name:  # a line without an id has its number as its id
             name += f" ({line.custom_id:.40})"
         names.append(name)
-    listing = f": line {', '.join(names)}"
+    noun = "line" if len(failed_lines) == 1 else "lines"
+    listing = f": {noun} {', '.join(names)}"
     n_more = len(failed_lines) - _MAX_LISTED_LINES
     if n_more > 0:
         listing += f" and {n_more} more"

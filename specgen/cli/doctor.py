@@ -169,10 +169,10 @@ def _packed_weights_line() -> str:
     n_room_bytes = room_bytes(folder)
     room = "no room for more"
     if n_room_bytes:
-        room = f"room for those of a model of {human_bytes(n_room_bytes)}"
+        room = f"room for another model of up to {human_bytes(n_room_bytes)}"
     n_streamed_bytes = room_bytes(folder, is_streamed=True)
     if n_streamed_bytes > n_room_bytes:
-        room += f", or of {human_bytes(n_streamed_bytes)} if it is larger than memory"
+        room += f" ({human_bytes(n_streamed_bytes)} if it is larger than memory)"
     return f"{human_bytes(kept_bytes(folder))}, {folder}; {room}"
 
 

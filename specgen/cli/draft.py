@@ -24,11 +24,10 @@ from specgen.cli.flags import argument, option
 from specgen.cli.flags.trials import COMPARISON, Comparison, alone, check_drafts, trial_options
 from specgen.cli.model_loading import log_shown, opened, use_kernels
 from specgen.cli.output import Output, console_on
-from specgen.errors import ModelFileError, OutputError, UsageError
-from specgen.models.files import identity_of, learning_folder, size_of
+from specgen.errors import OutputError, UsageError
+from specgen.models.files import check_model_path, identity_of, learning_folder, size_of
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice, SessionOptions
 from specgen.session.choose_models import find_models, find_target, name_of
-from specgen.system.files import named_file
 from specgen.system.folders import cache_folder, data_folder
 from specgen.system.machine import is_busy
 from specgen.system.quantities import human_bytes
@@ -185,8 +184,7 @@ def find(
     prompts = wanted.trials.chosen()
     output = wanted.output
     for file in files:
-        if named_file(file) is None:
-            raise ModelFileError(f"{file}: there is no such file")
+        check_model_path(file)
     path = find_target(target, quiet=output.quiet)
     if save:
         # If the file of saved drafts is damaged, this raises now rather than after minutes.

@@ -190,7 +190,7 @@ def _template_file(given: str) -> Path:
     model = load_registry().models.get(given)
     if model is None:
         path = named_file(given)
-        problem = "no file"
+        problem = "no such file"
     else:
         path = locate(model)
         problem = "not on this disk: `specgen models pull` fetches it"

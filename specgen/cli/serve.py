@@ -1,4 +1,4 @@
-"""``specgen serve``: an HTTP server with OpenAI's, Anthropic's and llama.cpp's APIs."""
+"""``specgen serve``: an HTTP server with OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def serve(
     make_setup: Callable[..., ModelSetup] = later(model_setup),
     output: Output = flags.loudness,
 ) -> int:
-    """Serve OpenAI's, Anthropic's and llama.cpp's APIs over HTTP, several answers at once.
+    """Serve OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs over HTTP.
 
     Without a model, all models on this disk are served by name, including those of Ollama, LM
     Studio and other programs (`specgen models list`). Each is loaded when a request names it.
@@ -101,7 +101,7 @@ def serve(
     def announce() -> None:
         """Print the addresses, once requests are accepted."""
         url = url_of(bound)
-        apis = f"OpenAI's API: {url}/v1; Anthropic's and llama.cpp's: {url}"
+        apis = f"OpenAI's API: {url}/v1; Anthropic's, Ollama's and llama.cpp's: {url}"
         output.note(f"a chat for the browser: {url}; {apis}")
         print(f"listening on {url}", flush=True)
 

@@ -128,13 +128,13 @@ def _corpus_files(path: Path) -> Iterator[_CorpusFile]:
         about = path.stat()
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         reason = error.strerror if isinstance(error, OSError) else None
-        raise UsageError(f"{path}: {reason or error}") from error
+        raise UsageError(f"--lookup-file {path}: {reason or error}") from error
     if stat.S_ISREG(about.st_mode):
         yield _CorpusFile(path, about, is_named=True)
     elif stat.S_ISDIR(about.st_mode):
         yield from _files_in(path)
     else:
-        raise UsageError(f"{path}: neither a file nor a folder")
+        raise UsageError(f"--lookup-file {path}: neither a file nor a folder")
 
 
 def _visible(names: Sequence[str]) -> list[str]:

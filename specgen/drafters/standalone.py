@@ -189,7 +189,7 @@ class StandaloneDraft(LoadedDraft):
         if self.model.has_recurrent_state and self.mask is None:
             return f"{self.name} has a recurrent state, which branches cannot share"
         if self._translation is not None:
-            return f"what {self.name} drafts is translated, a chain at a time"
+            return f"{self.name} has another vocabulary, with which drafts cannot branch"
         if self.second_draft is not None:
             return f"{self.name} has a draft of its own, which drafts chains"
         return None

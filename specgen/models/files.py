@@ -98,7 +98,7 @@ def _hint_in(folder: Path) -> str:
         return f"name the file: {', '.join(names[:3])}"
     if any(folder.glob("*.safetensors")):
         return "llama.cpp's convert_hf_to_gguf.py turns its safetensors files into GGUF"
-    return "it holds no .gguf file"
+    return "it contains no .gguf file: give the path of one, or a name from `specgen models list`"
 
 
 def parts_of(file: _File) -> list[_File]:

@@ -291,9 +291,9 @@ def _speedup_details(finished: FinishedEvent, draft: str | None) -> str | None:
 def _why_it_ended(finished: FinishedEvent) -> str:
     """Return why the answer ended, in words."""
     if finished.finish_reason == "length":
-        return "cut off: -n allows more"
+        return "cut off: raise -n for more"
     if finished.finish_reason == "context":
-        return "the context is full: -c allows more"
+        return "the context is full: raise -c for more"
     if finished.finish_reason != "stop":
         return "interrupted"
     if finished.ends_grammar:

@@ -154,7 +154,10 @@ def _cell(value: float | None, missing: str = "") -> str:
 
 
 def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
-    """Print a table of contenders, and one of their speed-ups by category, per temperature."""
+    """Print a table of contenders, and one of their speed-ups by category, per temperature.
+
+    Nothing is printed if there are no figures.
+    """
     for temperature in dict.fromkeys(each.temperature for each in figures):
         contenders = [each for each in figures if each.temperature == temperature]
         rows = [(each.contender, each) for each in contenders]
@@ -162,7 +165,8 @@ def print_bench_tables(figures: Sequence[Figures], console: Console) -> None:
         console.print(_figure_table("contender", _BENCH_COLUMNS, rows, console))
         _print_categories(contenders, console)
         console.print()
-    console.print(Text(_BENCH_EXPLANATION))
+    if figures:
+        console.print(Text(_BENCH_EXPLANATION))
 
 
 def _print_categories(contenders: Sequence[Figures], console: Console) -> None:

@@ -18,8 +18,6 @@ from specgen.measure.exactness.ways_to_draft import WayName
 from specgen.render.rows import clean_line
 from specgen.system.quantities import counted
 
-#: The width of a report in a file or a pipe.
-_FILE_COLUMNS = 100
 _DEFECT_STYLE = "bold red"
 #: The ways to draft, in words.
 _WAY_TEXTS: Mapping[WayName, str] = {
@@ -34,12 +32,13 @@ _ReportLine: TypeAlias = tuple[int, "str | Text"]
 
 
 def print_report(report: VerifyReport, console: Console) -> None:
-    """Print a report; in a file or a pipe it has a fixed width."""
-    if not console.is_terminal:
-        console.width = _FILE_COLUMNS
+    """Print a report; only a terminal wraps its lines."""
     for indent, line in _lines(report):
         text = Text(clean_line(line)) if isinstance(line, str) else line
-        console.print(Padding(text, (0, 0, 0, indent), expand=False))
+        if console.is_terminal:
+            console.print(Padding(text, (0, 0, 0, indent), expand=False))
+        else:
+            console.print(Text(" " * indent) + text, soft_wrap=True)
 
 
 def _lines(report: VerifyReport) -> Iterator[_ReportLine]:

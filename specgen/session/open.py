@@ -309,7 +309,7 @@ def use_first(session: Session, choices: Sequence[DraftChoice]) -> str:
         why = "batches of the target take too long here for any draft model"
         if batches_are_quick:
             speedup = f"{expected_speedup(costs):.1f}"
-            why = f"by its costs answers would be about {speedup} times as fast as without drafts"
+            why = f"answers would be only about {speedup} times as fast as without drafts"
         reasons.append(f"not drafting with {shown_name(model)}: {why}")
     session.change_draft("none")
     return "; ".join([*reasons, "not drafting"])

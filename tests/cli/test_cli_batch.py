@@ -204,7 +204,7 @@ def test_lines_that_fail(batch: Batch) -> None:
     with batch.source.open("ab") as file:
         file.write(b"caf\xe9\n")
     done = batch.again("-np", "2", code=12)
-    assert done.err.splitlines()[-2].startswith("error: 5 lines of 7 could not be answered")
+    assert done.err.splitlines()[-2].startswith("error: 5 of 7 lines could not be answered")
     found = records(batch.out)
     codes = {name: each["error"]["code"] for name, each in found.items() if each["error"]}
     numbers = {"2": "json", "3": "prompt", "4": "request", "5": "request", "7": "utf8"}
@@ -231,7 +231,7 @@ def test_a_bug_in_one_line_does_not_affect_the_others(
     monkeypatch.setattr(Prompting, "prompt", prompt)
     monkeypatch.setattr(batch_lines, "read_request", read)
     done = batch.answer([PROMPTS[0], {"prompt": "x", "seed": 3}, "a dog"], "-np", "2", code=12)
-    assert "2 lines of 3 could not be answered: line 2, 3; " in done.err
+    assert "2 of 3 lines could not be answered: lines 2, 3; " in done.err
     found = records(batch.out)
     assert text_of(found["1"])
     for name in "23":

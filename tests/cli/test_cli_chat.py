@@ -439,7 +439,7 @@ def test_a_terminal_without_escape_codes_shows_a_prompt(terminal: Terminal) -> N
     child.send("the cat\\\nis on\n")
     child.expect_exact("> ")
     assert wait_for("dumb", 1)[0][0] == "the cat\nis on"
-    child.expect_exact("(cut off: -n allows more)")
+    child.expect_exact("(cut off: raise -n for more)")
     child.expect_exact("> ")
     child.send("\x04")
     assert "\x1b" not in f"{child.before}{child.read()}"

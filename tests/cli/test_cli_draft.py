@@ -129,8 +129,9 @@ def test_each_file_that_cannot_draft_is_one_line_and_not_a_failure(
 def test_a_named_file_that_is_missing_is_an_error_before_anything_is_measured(
     find: Specgen, tmp_path: Path
 ) -> None:
-    for path in (tmp_path / "missing", tmp_path):
-        assert f"{path}: there is no such file" in complaint(find("draft", path), 4)
+    missing = tmp_path / "missing"
+    assert f"{missing}: no such file" in complaint(find("draft", missing), 4)
+    assert f"{tmp_path}: a directory, not a model file" in complaint(find("draft", tmp_path), 4)
 
 
 # --- what is stored

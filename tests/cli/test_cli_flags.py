@@ -297,6 +297,8 @@ def test_the_short_help_fits_a_screen_and_the_long_one_shows_full_names(
         (("-m", "model.gguf", "-p", "hi"), "specgen run -m model.gguf"),
         (("run", "hi", "--mirror_stat", "2"), "No such option: --mirror_stat\n"),
         (("help",), "it is `specgen --help` here"),
+        (("Why is it?",), "a command comes before the prompt: `specgen run "),
+        (("What's up?",), "No such command 'What's up?'\n"),
         (("srve",), "No such command 'srve' (did you mean serve?)\n"),
         (("models", "lst"), "No such command 'lst' (did you mean list?)\n"),
         (("run", "hi", "--temperatur", "1"), "--temperatur (did you mean --temperature?)\n"),

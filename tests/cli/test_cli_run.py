@@ -79,7 +79,8 @@ def test_rounds_are_shown_one_by_one(cli: Cli) -> None:
     assert rounds[0] == "round      ms  tokens"
     assert re.fullmatch(r" +\d+ +\d+\.\d +\d+  (\S \S+ (\d+|–)\|(\d+|–)  )*.*", last)
     assert re.fullmatch(
-        r"30 tokens \(cut off: -n allows more\) in .*tokens/s.*", result.err.strip().split("\n")[-1]
+        r"30 tokens \(cut off: raise -n for more\) in .*tokens/s.*",
+        result.err.strip().split("\n")[-1],
     )
 
 
@@ -342,8 +343,8 @@ def test_files_standard_input_and_the_question_are_joined(cli: Cli, tmp_path: Pa
         (["--prompt", "again"], "given twice"),
         (["--cache-type-v", "q8_0"], "flash attention"),
         (["--sampler-seq", "kq"], "--samplers: there is no sampler 'kq'; the samplers are "),
-        (["--lookup-file", "/nowhere/a.txt"], "/nowhere/a.txt"),
-        (["--chat-template", "nothing"], "--chat-template nothing: no file"),
+        (["--lookup-file", "/nowhere/a.txt"], "--lookup-file /nowhere/a.txt"),
+        (["--chat-template", "nothing"], "--chat-template nothing: no such file"),
         (["--chat-template", "a\n{% if %}"], "not a template of Jinja: line 2"),
         (["--chat-template-kwargs", "{1}"], "not JSON"),
         (["--chat-template-kwargs", "[1]"], "give an object"),

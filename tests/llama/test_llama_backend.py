@@ -183,7 +183,7 @@ def complaint(path: Path) -> str:
 
 def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
     assert "no such file" in complaint(tmp_path / "none.gguf")
-    assert "it holds no .gguf file" in complaint(tmp_path)
+    assert "it contains no .gguf file: give the path of one" in complaint(tmp_path)
     (tmp_path / "checkout").mkdir()
     (tmp_path / "checkout" / "model.safetensors").touch()
     assert "a directory, not a model file | llama.cpp's convert" in complaint(tmp_path / "checkout")

@@ -135,7 +135,7 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
         ({"n_tokens": 1}, "1 token in 800 ms"),
         (
             {"finish_reason": "length"},
-            FIRST_LINE.replace("tokens in", "tokens (cut off: -n allows more) in"),
+            FIRST_LINE.replace("tokens in", "tokens (cut off: raise -n for more) in"),
         ),
         ({"n_drafted": 0}, f"{FIRST_LINE}; nothing was drafted"),
         # Both times are in the same unit, unless the first would be nothing then.
@@ -154,7 +154,7 @@ def test_a_file_gets_a_line_for_each_item_and_who_saw_colours_the_legend() -> No
         ),
         (
             {"finish_reason": "context"},
-            FIRST_LINE.replace("tokens in", "tokens (the context is full: -c allows more) in"),
+            FIRST_LINE.replace("tokens in", "tokens (the context is full: raise -c for more) in"),
         ),
         (
             {"finish_reason": "interrupted"},

@@ -93,7 +93,7 @@ def test_a_model_that_is_too_slow_gives_way_to_the_next(
     assert session.draft_name == "bad.gguf"
     assert note == (
         "not drafting with draft.gguf: "
-        "by its costs answers would be about 0.8 times as fast as without drafts; "
+        "answers would be only about 0.8 times as fast as without drafts; "
         "drafting with the general one; find a better"
     )
     assert measured.asked == ["draft.gguf", "bad.gguf"]

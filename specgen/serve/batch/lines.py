@@ -318,7 +318,7 @@ class EarlierResults:
         for earlier_settings in self.settings:
             differences = _differences(earlier_settings, settings)
             if differences:
-                message = f"{name} has results of other settings: {', '.join(differences)}"
+                message = f"{name} has results with other settings: {', '.join(differences)}"
                 raise UsageError(message, _HINT_MIXED)
         lines_by_id = {line.custom_id: line for line in lines}
         for custom_id, digest in self.digests.items():
