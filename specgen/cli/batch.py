@@ -357,7 +357,7 @@ def _opened_run(
 
 
 def _settings(options: SessionOptions, template: flags.Template) -> Mapping[str, Any]:
-    """Return what the answers depend on besides their lines, to be recorded with the results.
+    """Return what the answers depend on, apart from their lines, to record it with the results.
 
     This is the target, and all options that differ from their defaults.
     """

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 #: If more rows than this are missing in the cache, they count as a prefill; up to this number, they
 #: are taken to be those of the last round.
 N_ROUND_ROWS = 8
-#: Cells for drafted tokens, besides those for the text.
+#: Cells for drafted tokens, in addition to those for the text.
 N_DRAFT_CELLS = 256
 
 

@@ -97,7 +97,7 @@ def vllm_metrics(answer: FinishedEvent) -> Json | None:
     Returns:
         The figures; None if nothing was drafted.
     """
-    # At index n, the number of drafts of which at least n tokens were accepted.
+    # At index n, the number of drafts with at least n accepted tokens.
     n_drafts_by_accepted = [*answer.drafted_by_depth[:1], *answer.accepted_by_depth]
     if not n_drafts_by_accepted:
         return None

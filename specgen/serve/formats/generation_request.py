@@ -175,7 +175,7 @@ class GenerationRequest(OptionFields):
     guided_json_object: bool | None = _guided("json_object")
     #: vLLM: a regular expression that the whole answer matches.
     guided_regex: str | None = _guided("regex", "regex")
-    #: vLLM: texts, one of which the answer is.
+    #: vLLM: texts; the answer is one of them.
     guided_choice: tuple[str, ...] | None = _guided("choice")
     #: More variables for the chat template.
     chat_template_kwargs: dict[str, Any] = {}

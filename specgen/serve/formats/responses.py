@@ -100,7 +100,7 @@ class ResponsesRequest(ChatRequest):
     summary: str | None = Field(None, validation_alias=AliasPath("reasoning", "summary"))
     #: Whether the oldest turns are left out if the conversation does not fit into the context.
     truncation: Literal["auto", "disabled"] = "disabled"
-    #: Additional parts of the response, of which specgen has only `_ENCRYPTED_THOUGHTS`.
+    #: Additional parts that the response should have; specgen supports only `_ENCRYPTED_THOUGHTS`.
     include: list[str] = []
 
     form_field: ClassVar[str] = "text.format"

@@ -110,8 +110,8 @@ class ServerOptions:
         parse=utf8,
         show_default="its file's",
     )
-    #: The keys of which every request needs one. If empty, everybody who can reach the server may
-    #: use it.
+    #: The accepted keys; every request needs one of them. If empty, anyone who can reach the server
+    #: may use it.
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = _server(
         (),

@@ -38,7 +38,7 @@ class Prompt:
     skipped_prefix: range = range(0)
     #: Tokens that end the answer, in addition to the target's end-of-text tokens.
     ends: frozenset[int] = frozenset()
-    #: Texts that end the answer, besides those of the request.
+    #: Texts that end the answer, in addition to those of the request.
     stop: tuple[str, ...] = ()
     #: The marks around the thoughts that the answer may have; None if it has none.
     thoughts: ThoughtMarks | None = None

@@ -258,7 +258,7 @@ def _identity(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _TemplateInputs:
-    """A template, and what it is given besides messages, as far as it matters for their shape."""
+    """A template, and its inputs other than messages, as far as these matter for their shape."""
 
     #: The template.
     template: str

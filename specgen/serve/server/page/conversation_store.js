@@ -3,7 +3,7 @@
 // Several tabs may show the same conversation. Whoever saves its turns raises its revision. A tab
 // that saves turns on top of an older revision does not replace those of the other tab: its own
 // are stored as a copy of the conversation. A page that is being closed cannot look at what is
-// stored, so it leaves its turns beside it; a page that is open, or the next one, compares them.
+// stored, so it leaves its turns next to it; a page that is open, or the next one, compares them.
 
 import { newId } from "./identifiers.js";
 import { STORAGE_NAME } from "./storage.js";
@@ -267,7 +267,7 @@ async function putSuccessor(conversation, conversations, replays) {
   return saved;
 }
 
-// What is stored in place of `stored`, or beside it.
+// What is stored in place of `stored`, or next to it.
 function successor(conversation, stored) {
   if (stored === undefined) {
     return { ...conversation, revision: conversation.revision + 1 };
@@ -290,7 +290,7 @@ async function deleteOtherReplays(replays, { id, turns }) {
   }
 }
 
-// Copy the events of a conversation's turns from the one of which it is a copy.
+// Give a copied conversation the events of the original's turns.
 async function copyReplays(replays, originalId, { id, turns }) {
   for (const turn of turns) {
     const events = await replays.get([originalId, turn.id]);

@@ -38,8 +38,8 @@ export function markTokens(root, text, tokens) {
   lastParent.append(...rest.flatMap((segment) => nodesOf(segment, tokens)));
 }
 
-// The text nodes that show a part of the answer. Those of a code block, of which highlighting has
-// made many, are searched as one text.
+// The text nodes that show a part of the answer. Highlighting splits a code block into many text
+// nodes, which are searched as one text.
 function searchedTexts(root) {
   const texts = [];
   let lastBlock = null;
