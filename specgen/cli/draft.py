@@ -475,8 +475,8 @@ def _model_to_fit(
     """Return the model to fit to the target: that of --draft, or else the general draft.
 
     Returns:
-        None if another kind of draft is wanted, or if no kind is, and the general draft is not on
-        this disk; or if the general draft is the target itself.
+        None if --kind is another kind; or if --kind is not given, and there is no model to fit.
+        The target itself does not count as one.
 
     Raises:
         UsageError: If --draft is given with another kind, or there is no model for --kind
@@ -495,11 +495,11 @@ def _model_to_fit(
     general_draft: Path | None = None
     if registry.general_draft:
         general_draft = find_on_disk(registry.model(registry.general_draft))
+    if general_draft is not None and target.samefile(general_draft):
+        general_draft = None
     if general_draft is None and kind is not None:
-        what = "--kind distilled: no model to fit is on this disk"
+        what = "--kind distilled: no model to fit, other than the target, is on this disk"
         raise UsageError(what, "name one with --draft")
-    if general_draft is None or target.samefile(general_draft):
-        return None
     return general_draft
 
 
