@@ -506,6 +506,8 @@ def test_a_text_may_be_allowed_without_being_the_type() -> None:
         ("5", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 5),
         ('{"a": 1}', {"anyOf": [TEXT, {"$ref": "#/$defs/other"}]}, {"a": 1}),
         ("5", {"anyOf": [TEXT, {}]}, 5),
+        ("<![CDATA[a]]>", optional, "a"),
+        ("a <![CDATA[b]]>", optional, "a <![CDATA[b]]>"),
     ):
         assert json.loads(typed_json(value, schema)) == read, (value, schema)
 

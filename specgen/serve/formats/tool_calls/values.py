@@ -491,7 +491,7 @@ def _value(text: str, schema: Any) -> Any:
 
     A text that is neither JSON nor Python stays a text, whatever the schema says.
     """
-    if _CDATA in text:
+    if text.startswith(_CDATA):
         text = text.removeprefix(_CDATA).removesuffix("]]>")
     kinds = _types_of(schema)
     if kinds == {"string"}:
