@@ -112,9 +112,9 @@ def _save_and_show(
         The draft that was saved. It is None if `save` is not set, the search was interrupted, or
         the machine was busy.
     """
-    interrupted = "interrupted: not everything was measured, nothing was kept"
+    interrupted_note = "interrupted: not everything was measured, nothing was kept"
     if search is None:
-        output.note(interrupted)
+        output.note(interrupted_note)
         return None
     was_busy = is_busy(search.others_share)
     try:
@@ -123,7 +123,7 @@ def _save_and_show(
     finally:  # show the measurements even if the draft cannot be saved
         show_search(search, output, as_json=as_json)
     if search.is_interrupted:
-        output.note(interrupted)
+        output.note(interrupted_note)
     elif search.saved is not None:
         name = name_of(search.target)
         output.note(f"for {name}, `specgen run` without --draft now uses: {name_of(search.saved)}")
@@ -298,8 +298,8 @@ def make(
     save: bool = option(
         True,
         "--save/--no-save",
-        "Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind "
-        "names theirs.",
+        "Save the fastest draft for `specgen run`. Without --kind, the other drafts made here are "
+        "deleted.",
     ),
     machine: Contexts = flags.machine,
     as_json: bool = flags.JSON_REPORT,
