@@ -62,6 +62,7 @@ _SCHEMA_TYPES: Mapping[type, set[str]] = {
     list: {"array"},
     dict: {"object"},
 }
+_CONTAINERS = {"array", "object"}
 _CDATA = "<![CDATA["
 
 
@@ -432,10 +433,11 @@ def _nested_value(
     """
     if not tag_prefix:
         return _value(text, schema)
-    schema = as_mapping(schema)
-    kinds = schema.get("type", ())  # the name of a type, or several names
+    schema = _container_schema(schema)
+    kinds = _types_of(schema)
     elements = _elements(text, tag_prefix)
-    is_empty_container = not text.strip() and kinds in ("array", "object")
+    may_be_container = not kinds.isdisjoint(_CONTAINERS)
+    is_empty_container = not text.strip() and may_be_container and "string" not in kinds
     if not elements and not is_empty_container:
         return _value(text, schema)
     # Without elements, this is true: an empty container is a list unless it may be an object.
@@ -447,6 +449,20 @@ def _nested_value(
     for name, content in elements:
         fields[name] = _nested_value(content, properties.get(name), tag_prefix)
     return fields
+
+
+def _container_schema(schema: Any) -> Mapping[str, Any]:
+    """Return the schema of a list or an object if it is one of a schema's options, or the schema.
+
+    Pydantic describes an optional list as a choice of a list and null.
+    """
+    whole_schema = as_mapping(schema)
+    options = whole_schema.get("anyOf", whole_schema.get("oneOf"))
+    if isinstance(options, list):
+        for option in options:
+            if not _types_of(option).isdisjoint(_CONTAINERS):
+                return as_mapping(option)
+    return whole_schema
 
 
 def _elements(text: str, tag_prefix: str) -> list[tuple[str, str]]:
