@@ -571,6 +571,7 @@ def test_lists_and_objects_may_be_tags_within_tags() -> None:
         "labels": optional,
         "no_labels": optional,
         "no_options": {"type": ["object", "null"]},
+        "any_options": {"type": "object", "properties": None},
     }
     found = form("MiniMax-3")
     given: dict[str, Any] = {
@@ -581,6 +582,7 @@ def test_lists_and_objects_may_be_tags_within_tags() -> None:
         "labels": ["5", "x"],
         "no_labels": [],
         "no_options": {},
+        "any_options": {"k": 1},
         "other": {"k": {"j": "v"}, "b": True},
     }
     text = calls_as_written(FAMILIES["MiniMax-3"], ("edit", given), ("edit", {}))

@@ -444,7 +444,7 @@ def _nested_value(
     if "object" not in kinds and all(name == "item" for name, _ in elements):
         item_schema = schema.get("items")
         return [_nested_value(content, item_schema, tag_prefix) for _, content in elements]
-    properties = schema.get("properties", {})
+    properties = as_mapping(schema.get("properties"))
     fields: Arguments = {}
     for name, content in elements:
         fields[name] = _nested_value(content, properties.get(name), tag_prefix)
