@@ -234,7 +234,7 @@ struct AttentionPasses {
         Sums::run(job, task, all, blocks, thread_memory, task_memory);
     }
 
-    // One pass of all tasks after the other, each shared by all threads.
+    // Each pass is run for all tasks before the next one begins. All threads share each task.
     static void run_shared(const AttentionJob &job, const Plan &plan, int thread, int n_threads,
                            void *scratch, const ThreadBarrier &all_threads) {
         const ThreadMemory thread_memory = plan.thread_memory(scratch, thread, n_threads);

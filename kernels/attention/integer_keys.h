@@ -1,8 +1,8 @@
 // Queries and keys as integers, so that a score is a few exact sums of integer products.
 //
 // The dimensions of a head are cut into parts of 32. Each part of a query or a key has a factor of
-// its own, so that a few large dimensions (some models have keys of 300 beside keys of 1) cost the
-// others no precision:
+// its own, so that a few large dimensions (in some models, 300 where others are 1) cost the others
+// no precision:
 //
 //     query = integer * factor      sum of |integers| < 2^17, |integer| < 2^14
 //     key   = integer * factor      |integer| <= 2^14
@@ -10,9 +10,10 @@
 // So the sum of 32 products is below 2^31, and exact, and a query plus a key fits into 16 bits.
 //
 // With the queries and keys of a 1.5B model, errors of scores are a quarter of those that rounding
-// queries to float16 causes. Those of outputs are a hundredth of those of llama.cpp's sums in
-// float16, and a third in the layer where both are largest. (Scores take half of the time of float
-// ones: 512 rows over 4,000 cells take 0.8, one row 0.9 to 1.0.)
+// queries to float16 causes. Errors of outputs are a hundredth of those of llama.cpp's sums in
+// float16, and a third in the layer where both are largest. (Compared with sums of floats, scores
+// take half the time; all of attention takes 0.8 of it for 512 rows over 4,000 cells, and 0.9 to
+// 1.0 for one row.)
 #pragma once
 
 #include "attention/halved_products.h"
@@ -27,7 +28,7 @@ namespace {
 constexpr int part_dimensions = 32;
 constexpr int part_words = part_dimensions / 2;
 
-// How many parts the dimensions of a key are cut into. The last part is filled up with zeros.
+// How many parts the dimensions of a key are cut into. The last part is padded with zeros.
 constexpr int64_t parts_of(int64_t key_size) {
     return (key_size + part_dimensions - 1) / part_dimensions;
 }
@@ -139,7 +140,7 @@ struct IntegerKeys {
     // `lanes` cells of a tile: where their keys are, and where a part of them goes.
     struct Cells {
         const char *keys[V::lanes];
-        // As many cells of the next tile. They are asked for while these are converted: otherwise
+        // As many cells of the next tile. They are prefetched while these are converted: otherwise
         // one row over 14 thousand cells takes 1.15 times as long.
         const char *next;
         size_t next_stride;
@@ -149,7 +150,7 @@ struct IntegerKeys {
         // How far apart the words of two dimensions are, which is the number of cells of the tile.
         int distance;
 
-        // Ask for the bytes of the next cell i from `offset` on.
+        // Prefetch the bytes of the next cell i from `offset` on.
         void prefetch_next(int i, int64_t offset) const {
             __builtin_prefetch(next + i * next_stride + offset, 0, 2);
         }
@@ -157,10 +158,10 @@ struct IntegerKeys {
 
     // How the keys of a part become integers, for each cell.
     struct Scales {
-        // What to multiply the keys with.
+        // What keys are multiplied with.
         Floats inverse;
-        // A number so large that its sum with a scaled key is rounded to an integer, which is in
-        // the last 16 bits of the sum, also if it is negative.
+        // A number so large that its sum with a scaled key is rounded to an integer. The last 16
+        // bits of the sum are this integer, even if it is negative.
         Floats magic;
         // key = integer * factor; a NaN if the key is not finite.
         Floats factor;
@@ -337,7 +338,7 @@ struct IntegerKeys {
     }
 
     // Convert the keys of a tile from `first_cell` on. (Cells after the last one repeat it; they
-    // are hidden.) On the way, ask for the cells that come next.
+    // are hidden.) On the way, prefetch the cells that come next.
     template <NumberType type>
     static void convert(const AttentionJob &job, const AttentionTask &task, int64_t first_cell,
                         const NextCells &next, const Tile &tile) {

@@ -7,7 +7,7 @@
 
 #include "vectors/stored_numbers.h"
 
-// The most cells of a cache. The sums over more of them could overflow (softmax_weights.h).
+// The largest supported number of cells. Sums over more of them could overflow (softmax_weights.h).
 constexpr int64_t most_cells = 1 << 20;
 
 // One GGML_OP_FLASH_ATTN_EXT:
@@ -66,7 +66,7 @@ struct AttentionJob {
     float scale;
     // ALiBi: if it is above 0, each head has its own slope.
     float max_bias;
-    // If it is above 0, cap(x) is softcap * tanh(x / softcap); else x.
+    // If it is above 0, cap(x) is softcap * tanh(x / softcap); otherwise x.
     float softcap;
 };
 

@@ -17,7 +17,7 @@ inline void prefetch_to_write(const void *to, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += cache_line_bytes) __builtin_prefetch(from + i, 1);
 }
 
-// The keys or values of the cells that come next, which are asked for before they are needed.
+// The keys or values of the cells that come next, which are prefetched.
 struct NextCells {
     const char *cells;
     size_t stride;

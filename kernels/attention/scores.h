@@ -43,8 +43,8 @@ struct AttentionScores {
     using Ints = typename V::Ints;
     using KeyTile = typename IntegerKeys<V>::Tile;
     // A tile is up to `most_rows` rows and 2 vectors of cells: their sums fit into the registers,
-    // beside twice as many operands if products are halved. Its keys (8 KB for 128 dimensions on
-    // AVX-512) stay in the first-level cache.
+    // along with the operands, of which there are twice as many if products are halved. Its keys
+    // (8 KB for 128 dimensions on AVX-512) stay in the first-level cache.
     static constexpr int vectors = 2;
     static constexpr int tile_cells = vectors * V::lanes;
     static constexpr int most_rows = halved ? 8 : V::pair_accumulators / vectors;
@@ -95,10 +95,10 @@ struct AttentionScores {
 
     // The products of a part of 32 dimensions: sums[row][vector of cells], which are exact.
     //
-    // On the way, it asks for the same part of the next cells, one line at a time: those of one
-    // head are far apart, so that the processor does not foresee them, and if many are asked for at
-    // once it waits. (GCC keeps the sums in registers only if the loops over rows are unrolled, in
-    // a function of their own: this takes a third of the time.)
+    // On the way, it prefetches the same part of the next cells, one line at a time: those of one
+    // head are too far apart for the processor to prefetch them by itself, and if many are
+    // requested at once, it waits. (GCC keeps the sums in registers only if the loops over rows are
+    // unrolled, in a function of their own: this takes a third of the time.)
     template <int rows>
     [[gnu::noinline]] SUMS_IN_REGISTERS static void multiply_all(const int32_t *queries,
                                                                  const int32_t *keys,
@@ -292,7 +292,7 @@ struct AttentionScores {
             float *const scores = tile.scores + (m + i) * tile.row_scores;
             int16_t copy[cells_per_block];
             const char *mask = row.mask ? row.mask + 2 * tile.first_cell : nullptr;
-            // The masks and scores of rows are far apart: ask for those of the next tiles.
+            // The masks and scores of rows are far apart: prefetch those of the next tiles.
             if (mask) __builtin_prefetch(mask + 4 * tile_cells);
             prefetch_to_write(scores + tile_cells, tile_cells * sizeof(float));
             if (!mask || n_cells < tile_cells) mask = copy_mask(mask, n_cells, copy);
@@ -314,9 +314,10 @@ struct AttentionScores {
             values_of(job, task) + tile.next_cell * job.value_cell_stride, job.value_cell_stride,
             bytes_of_numbers(job.value_type, part_dimensions)};
         const NextCells nothing = {reinterpret_cast<const char *>(tile.keys.words), 0, 0};
-        // The keys and values of the next tile are asked for by turns, while one tile of rows after
-        // the other is multiplied. (A busy processor drops what it is asked for, so later tiles ask
-        // again.) If there are few, the keys are asked for while these keys are converted.
+        // While the tiles of rows are multiplied, they prefetch the keys and the values of the next
+        // tile of cells alternately. (A busy processor drops prefetches, so later tiles of rows
+        // repeat them.) If there are few tiles of rows, the next keys are prefetched while these
+        // keys are converted.
         const bool few = tiles.n <= 2;
         const NextCells next[] = {few ? next_values : next_keys, next_values};
         with_type(job.key_type, [&](auto type) {
@@ -388,7 +389,7 @@ struct AttentionScores {
         clear_largest(tile.largest, task.rows());
         for (int64_t position = share.index; position < blocks.n(); position += share.n) {
             const int64_t first_cell = blocks[position] * cells_per_block;
-            // The share's next block. (After the last one, cells are asked for in vain.)
+            // The share's next block. (After the last one, what is prefetched is not used.)
             const int64_t next_block = blocks[smaller(position + share.n, blocks.n() - 1)];
             for (int i = 0; i < cells_per_block; i += tile_cells) {
                 const bool is_last = i + tile_cells == cells_per_block;

@@ -3,7 +3,7 @@
 //     e[cell] = exp(scores[cell] * scale + mask[cell] * slope - the largest of these)
 //     outputs[cell] = e[cell] / (sum of e + exp(sink - the largest))
 //
-// The sum over cells is exact, as in softmax_weights.h, so that the order of cells does not count.
+// The sum over cells is exact, as in softmax_weights.h, so that the order of cells does not matter.
 #pragma once
 
 #include "attention/softmax_weights.h"

@@ -11,8 +11,8 @@ namespace {
 constexpr int cells_per_block = 64;
 constexpr int pairs_per_block = cells_per_block / 2;
 
-// How many floats the scores of two rows are apart. The rest keeps them from being a power of two
-// apart, where lines of many rows would have the same place in the processor's caches.
+// How many floats the scores of neighbouring rows are apart. The extra ones keep this from being a
+// power of two: many rows would then compete for the same few sets of the processor's caches.
 constexpr int64_t row_distance(int64_t n_blocks) { return n_blocks * cells_per_block + 32; }
 
 // Some query rows of all heads that share the keys and values of one head.
@@ -50,7 +50,7 @@ struct Share {
 };
 
 // The blocks of cells that a task sees. All passes work on these, by their position in the list.
-// The list is in memory of the thread, its length first.
+// The list is in the thread's memory, and begins with its length.
 struct BlockList {
     uint32_t *memory;
 

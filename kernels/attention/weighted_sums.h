@@ -19,16 +19,17 @@ template <class V, bool halved>
 struct WeightedSums {
     using Floats = typename V::Floats;
     using Ints = typename V::Ints;
-    // A tile of registers: so many rows, and vectors of outputs. If products are halved, there are
-    // twice as many operands, and more rows, so that values are not loaded more often.
+    // The rows of a tile, and its vectors of outputs: their sums fit into the registers. If
+    // products are halved, there are twice as many operands, and more rows, so that values are not
+    // loaded more often.
     static constexpr int most_rows = halved ? 8 : 6;
     static constexpr int tile_vectors = halved ? 2 : V::pair_accumulators / most_rows;
     // The vectors of a strip. Tiles of the same rows in a strip share the search for the few
     // pairs of cells that have heavy weights.
     static constexpr int strip_vectors = 128 / V::lanes;
-    // Threads that share a task get strips as long as the numbers in a line of the cache.
+    // Threads that share a task get strips of 32 dimensions: one cache line of float16 values.
     static constexpr int shared_vectors = 32 / V::lanes;
-    // How many blocks of values are integers at the same time: 128 KB for 128 dimensions, which
+    // How many blocks of values are converted at a time: the integers, 128 KB for 128 dimensions,
     // stay in the second-level cache.
     static constexpr int64_t blocks_at_once = 8;
 

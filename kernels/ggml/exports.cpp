@@ -32,7 +32,7 @@ EXPORTED ggml_backend_reg *ggml_backend_init() {
     return &registration;
 }
 
-// "" if the library is attached, else the reason why it is not.
+// "" if the library is attached, otherwise the reason why it is not.
 EXPORTED const char *specgen_kernels_problem() { return attach_problem(); }
 
 // The instruction set in use; "" if the library is not attached.

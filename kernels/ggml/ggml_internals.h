@@ -123,8 +123,7 @@ class extra_buffer_type {
 };
 }  // namespace ggml::cpu
 
-// The buffer types of a device besides its own. ggml_backend_reg_get_proc_address finds the
-// function.
+// Returns the extra buffer types of a device. ggml_backend_reg_get_proc_address finds the function.
 using GetExtraTypes = ggml_backend_buffer_type **(*)(ggml_backend_device *);
 
 // What ggml's CPU backend knows about a type.

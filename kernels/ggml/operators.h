@@ -6,8 +6,8 @@
 // What the CPU backend asks about each operator.
 ggml::cpu::extra_buffer_type *operators();
 
-// From now on: whether weights that are loaded are packed by us; and whether we compute attention
-// and operators on tensors that are not packed (plain_operators.cpp).
+// Set whether weights that are loaded from now on are packed, and whether the library computes
+// attention and operators on tensors that are not packed (plain_operators.cpp).
 void enable_operators(bool products, bool attention);
 
 // While a limit is set, products with a matrix of `n_rows` rows compute only some groups of rows:

@@ -11,7 +11,7 @@
 // See operators.h. The thread that computes a graph has a limit; the other threads of its pool
 // learn it from that thread.
 struct RowLimit {
-    // The limit is for matrices of so many rows.
+    // The limit applies to matrices with this many rows.
     int64_t n_rows = 0;
     // The groups of rows to compute, in increasing order.
     std::vector<int32_t> groups;
@@ -21,8 +21,8 @@ namespace {
 
 thread_local RowLimit *row_limit = nullptr;
 
-// A panel of prepared columns stays in the second-level cache while one group of rows after the
-// other is multiplied with it.
+// A panel of prepared columns stays in the second-level cache while the groups of rows are
+// multiplied with it.
 constexpr size_t panel_bytes = 768 << 10;
 
 struct PackedProduct {

@@ -38,7 +38,7 @@ struct Piece {
     int64_t n_rows;
 };
 
-// How many rows a piece has: so many that each thread gets several pieces.
+// How many rows a piece has: few enough that each thread gets several pieces.
 int64_t rows_of_piece(const StackedColumns &columns, int n_threads) {
     const int64_t fair = columns.weights->ne[1] * columns.n_matrices / (4 * n_threads);
     return std::clamp<int64_t>((fair + 15) / 16 * 16, 16, 256);

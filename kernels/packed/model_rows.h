@@ -16,8 +16,8 @@ struct MappedPart {
     bool contains(const char *address) const { return address >= start && address < end; }
 };
 
-// The tensors of a model, one after the other. Rows that are not mapped from a file are left
-// alone.
+// Reads and releases the rows of a model's tensors, one tensor at a time. Rows that are not mapped
+// from a file are left alone.
 class ModelRows {
   public:
     ModelRows() = default;
@@ -33,8 +33,8 @@ class ModelRows {
   private:
     bool find(const char *rows);
 
-    // The part that had the last rows, and its file, open; -1: it is not. The part is empty if the
-    // rows were not mapped.
+    // The part that had the last rows (empty if they were not mapped), and its open file (-1 if it
+    // could not be opened).
     MappedPart part_;
     int file_ = -1;
 };

@@ -64,8 +64,9 @@ void *PackedFile::take_memory(size_t size) {
     if (is_streamed && !is_whole_) problem_ = file_ < 0 ? EBADMSG : extend_file(size);
     if (file_ < 0 || problem_ != 0) return nullptr;
 
-    // A private mapping: tensors that turn out to differ are packed into pages of our own, unless
-    // the buffer is streamed. (The system refuses to map more bytes for writing than it has memory.)
+    // A private mapping: tensors that turn out to differ are packed into pages of our own. A
+    // streamed buffer is read-only: the system refuses to map more bytes for writing than it has
+    // memory.
     const int access = is_streamed ? PROT_READ : PROT_READ | PROT_WRITE;
     void *memory = mmap(nullptr, size, access, MAP_PRIVATE, file_,
                         static_cast<off_t>(packed_data_start));
@@ -100,8 +101,8 @@ void PackedFile::forget_file() {
     entries_.clear();
 }
 
-// Reserve the whole file, so that a full disk is noticed before anything is packed. Returns 0 or
-// errno.
+// Reserve the space of the whole file, so that a full disk is noticed before anything is packed.
+// Returns 0 or errno.
 int PackedFile::extend_file(size_t size) const {
     const auto end = static_cast<off_t>(packed_data_start + size);
     if (fallocate(file_, 0, 0, end) == 0) return 0;

@@ -17,9 +17,9 @@
 // While a thread loads a model with a PackedFile, the memory of the model's packed buffer is
 //
 // - the file, mapped, if it exists: tensors that are in the file are left as they are;
-// - else, if the buffer may not be in memory as a whole, a new file, mapped: each tensor is packed
-//   and written to it;
-// - else memory of the process, which is remembered, so that it can be written to a file.
+// - otherwise, if the buffer may not be in memory as a whole, a new file, mapped: each tensor is
+//   packed and written to it;
+// - otherwise memory of the process, which is remembered, so that it can be written to a file.
 class PackedFile {
   public:
     // Use the file at `path`, if it is complete.
@@ -54,7 +54,7 @@ class PackedFile {
     // How many bytes each pass over the model reads from the disk.
     size_t streamed_bytes() const { return stream_ ? stream_->streamed_bytes() : 0; }
 
-    // How many bytes were packed, if a file could keep them; else 0.
+    // How many bytes were packed that a file could keep; 0 if none.
     size_t bytes() const;
     // Write the remembered buffer, which must still exist, to a new file. Returns 0 or errno.
     int write(const char *path) const;

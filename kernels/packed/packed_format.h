@@ -25,13 +25,13 @@ using PackedEntries = std::unordered_map<std::string, PackedEntry>;
 // Where the buffer begins: a multiple of the size of pages on any system, so that it can be mapped.
 constexpr size_t packed_data_start = 64 << 10;
 
-// What a packed file is about.
+// The contents of a packed file, apart from the buffer itself.
 struct PackedContents {
     uint64_t data_bytes = 0;
     PackedEntries entries;
 };
 
-// Read what an open file is about. Returns false if it is not a complete packed file.
+// Read the contents of an open file. Returns false if it is not a complete packed file.
 bool read_contents(int file, PackedContents &contents);
 
 // Complete an open file in which the buffer has been written. Returns 0 or errno.

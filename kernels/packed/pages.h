@@ -16,12 +16,12 @@ struct Pages {
     char *start;
     size_t bytes;
 
-    // The pages that have some of these bytes.
+    // The pages that contain some of these bytes.
     static Pages around(const char *data, size_t n_bytes) {
         const auto first = reinterpret_cast<uintptr_t>(data);
         return between(first / page_bytes(), (first + n_bytes + page_bytes() - 1) / page_bytes());
     }
-    // The pages that have only these bytes; none if there is no such page.
+    // The pages that contain nothing but these bytes; none if there is no such page.
     static Pages within(const char *data, size_t n_bytes) {
         const auto first = reinterpret_cast<uintptr_t>(data);
         return between((first + page_bytes() - 1) / page_bytes(), (first + n_bytes) / page_bytes());

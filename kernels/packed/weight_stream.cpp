@@ -31,8 +31,8 @@ constexpr size_t small_bytes = 1 << 20;
 // How long a product waits for the readers if they make no progress.
 constexpr std::chrono::milliseconds patience{500};
 
-// Whether a tensor is kept as a whole, if there is memory for all of these: a small one, or one of
-// no layer, such as the output matrix.
+// Whether a tensor is kept as a whole, if there is memory for all of these: a small one, or one
+// outside the layers, such as the output matrix.
 bool is_kept_first(const WeightStream::Tensor &each) {
     const std::string_view name(each.tensor->name,
                                 strnlen(each.tensor->name, sizeof each.tensor->name));
@@ -47,8 +47,9 @@ StreamedMatrix *streamed_matrix(const ggml_tensor *weights) {
     return static_cast<StreamedMatrix *>(whole->extra);
 }
 
-// Memory for a copy of a part. It is in huge pages as far as the part's place can be, which takes
-// less time than to fill and to move small ones. Null if there is none.
+// Memory for a copy of a part; null if there is none. Its huge pages are aligned as those of the
+// part's place, so that they are moved there as a whole: that takes less time, and so does filling
+// them.
 char *new_memory(const StreamedPart &part) {
     constexpr size_t huge_page = 2 << 20;
     const size_t more_bytes = part.bytes + huge_page;
@@ -111,8 +112,8 @@ WeightStream::~WeightStream() {
     if (direct_file_ >= 0) close(direct_file_);
 }
 
-// Decide what is kept: an equal share of each large matrix of a layer, so that the disk is never
-// idle while layers are computed that are in memory; and all of the others.
+// Decide what is kept: all other matrices, and an equal share of each large matrix of a layer. (If
+// some layers were kept as a whole, the disk would be idle while they are computed.)
 void WeightStream::divide(const std::vector<Tensor> &tensors, size_t max_bytes) {
     size_t first_bytes = 0;
     size_t other_bytes = 0;
@@ -223,8 +224,8 @@ void WeightStream::run() {
     }
 }
 
-// Look at the matrices that are used next, as many as fit into the window: the first piece that
-// nobody reads is read, and whatever is outside of the window is dropped before.
+// The next step of a reader. The window is the matrices that are used next, as many as fit. First,
+// what is outside the window is dropped; then the first piece in it that nobody reads is read.
 WeightStream::Step WeightStream::next_step() {
     Step step = {Step::wait, nullptr, 0, 0};
     const auto want = [&](StreamedPart &part, size_t end) {

@@ -47,7 +47,7 @@ struct StreamedMatrix {
     StreamedPart streamed;
     // The matrix that is used after it, as far as is known; null: unknown.
     StreamedMatrix *next = nullptr;
-    // The last of the readers' looks at what is used next in which it found this matrix.
+    // The number of the readers' last look ahead that found this matrix (see `n_looks_`).
     uint64_t last_look = 0;
 
     bool is_complete() const { return kept.is_complete() && streamed.is_complete(); }
@@ -102,7 +102,8 @@ class WeightStream {
     void let_go(StreamedPart &part);
     uint64_t offset(const char *place) const { return data_start_ + (place - memory_); }
 
-    // The file; and open for reading past the system's cache, or -1 if it cannot be.
+    // The file, and the same file open for reading past the system's cache (-1 if that is
+    // impossible).
     int file_;
     int direct_file_;
     size_t data_start_;
@@ -115,12 +116,13 @@ class WeightStream {
 
     // Guards what follows, and what was read of the matrices.
     std::mutex mutex_;
-    // Something has changed for the readers; for those who wait for them.
+    // Wake the readers, and the products that wait for them.
     std::condition_variable wanted_;
     std::condition_variable arrived_;
     // The matrix in use, and the one that was planned last.
     StreamedMatrix *current_ = nullptr;
     StreamedMatrix *planned_ = nullptr;
+    // How often the readers have looked ahead at what is used next.
     uint64_t n_looks_ = 0;
     bool is_ending_ = false;
 

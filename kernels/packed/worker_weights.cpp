@@ -22,8 +22,8 @@ struct Matrix {
     size_t packed_bytes;
 };
 
-// By the address of the matrix as it was sent. Written between graphs and read within them: a
-// worker does one thing after the other.
+// By the address of the matrix as it was sent. There is no lock: a worker changes them only between
+// graphs, and reads them only within graphs.
 std::map<uintptr_t, Matrix> matrices;
 
 uintptr_t address(const void *pointer) { return reinterpret_cast<uintptr_t>(pointer); }

@@ -32,8 +32,8 @@ struct SuperBlockWords {
     static constexpr int sums_of_32 = 72;
     // float32: activation = code * scale.
     static constexpr int scale = 76;
-    // int32: 16 codes each have a sum of positive codes and one of negative codes. The largest
-    // magnitude of all these.
+    // int32: each 16 codes have a sum of their positive codes and one of their negative codes. This
+    // is the largest magnitude of all these sums.
     static constexpr int largest_sum = 77;
     static constexpr int count = 78;
 };

@@ -3,7 +3,8 @@
 //     output = sum over blocks of scale * column_scale * (sum of codes * column codes - offset)
 //              + min * column_sum
 //
-// where the offset of a block is what codes are too large by, times the sum of the column's codes.
+// where the offset of a block is the amount by which its codes are too large, times the sum of the
+// column's codes.
 #pragma once
 
 #include "products/packed_codes.h"

@@ -1,8 +1,8 @@
 // Packed codes: unpacking them, and multiplying them with a tile of columns.
 //
 // This is the inner loop of all products of quantised weights. It unpacks each word of codes into a
-// register once and multiplies it with every column of the tile, so that more columns cost
-// arithmetic, which is mostly hidden by the reading of weights, and no reading.
+// register once and multiplies it with every column of the tile. So more columns cost no reading,
+// only arithmetic, most of which is hidden by the reading of weights.
 //
 // `V` is a vector type (vectors/avx2.h), `F` a format (packed_formats.h).
 #pragma once

@@ -21,7 +21,7 @@ constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
 constexpr int8_t mxfp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // What is subtracted from a code. (signed_byte: 128 if the instruction set multiplies unsigned
-// codes, because it was added when the weight was packed; else nothing.)
+// codes, because it was added when the weight was packed; otherwise nothing.)
 enum class Offset { none, eight, sixteen, signed_byte };
 // What the scale of a block is: a float16, or the exponent of a power of two.
 enum class Scale { half, exponent };

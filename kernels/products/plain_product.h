@@ -7,7 +7,7 @@
 //
 // Attention without flash attention sums over the cells of the cache, whose order differs from
 // one run to another. As in attention/attention.h, such sums are exact, so that the order does
-// not count.
+// not matter.
 #pragma once
 
 #include "products/plain_job.h"

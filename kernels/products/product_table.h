@@ -1,4 +1,4 @@
-// The products of one instruction set, by type of weights: what an InstructionSet offers of them.
+// The functions of an InstructionSet that pack and multiply weights, for each type of weights.
 //
 // One call of `multiply` computes rows_per_group outputs for each column of a tile. It reads each
 // packed weight once for all columns, which is what makes a row of a verify batch cheap.
@@ -15,7 +15,7 @@
 
 namespace {
 
-// --- what there is for a type of weights ---
+// --- the operations on a type of weights ---
 
 // A format of quantised weights.
 template <class V, class F>
@@ -92,7 +92,7 @@ struct FloatWeights {
     }
 };
 
-// Call `visit` with what there is for a type of weights.
+// Call `visit` with the operations on a type of weights.
 template <class V, class Visit>
 auto with_weights(WeightType type, Visit visit) {
     switch (type) {
@@ -147,7 +147,7 @@ constexpr auto first_numbers() {
 
 // --- the functions of an InstructionSet ---
 
-// `most_columns` is the most columns of a tile.
+// `most_columns` is the largest number of columns in a tile.
 template <class V, int most_columns>
 struct ProductTable {
     using Multiply = void (*)(const uint8_t *, const int32_t *, int64_t, int, float *, size_t);

@@ -79,8 +79,8 @@ struct SuperBlockScales {
 
 // The product of a group of rows with a tile of n_columns columns.
 //
-// The sums over sub-blocks are sums of integers: exact, so that the order of additions does not
-// matter (that of amx_product.h is another one).
+// The sums over sub-blocks are sums of integers. They are exact, so the order of additions does not
+// matter (amx_product.h has another order).
 template <class V, class F, int n_columns>
 struct SuperBlockProduct {
     using Layout = PackedLayout<F, V::lanes>;

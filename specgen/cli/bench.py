@@ -66,7 +66,7 @@ def _parse_policies(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-_contest = partial(option, panel="What is measured")
+_measured_option = partial(option, panel="What is measured")
 
 
 @flags.takes_options
@@ -84,7 +84,7 @@ def bench(
         show_default="the one that `specgen run` would use, and ngram",
         panel="Models",
     ),
-    policies: tuple[PolicyName, ...] = _contest(
+    policies: tuple[PolicyName, ...] = _measured_option(
         ("cost",),
         "--policy",
         "How much to draft: cost, threshold or fixed; several with commas, or given several times.",
@@ -92,7 +92,7 @@ def bench(
         parse=_parse_policies,
         show_default=DraftOptions().policy,
     ),
-    trees: tuple[TreeShape, ...] = _contest(
+    trees: tuple[TreeShape, ...] = _measured_option(
         (AUTO_TREE,),
         "--tree",
         "Whether drafts branch, as for `specgen run`; may be repeated.",
@@ -100,7 +100,7 @@ def bench(
         parse=lambda given: tuple(dict.fromkeys(map(parse_tree, given))),
         show_default=str(DraftOptions().tree),
     ),
-    temperatures: tuple[float, ...] = _contest(
+    temperatures: tuple[float, ...] = _measured_option(
         (0.0,),
         "--temp --temperature",
         "A temperature; may be repeated.",
@@ -108,14 +108,14 @@ def bench(
         max=100.0,
         show_default="0",
     ),
-    n_prompts: int | None = _contest(
+    n_per_category: int | None = _measured_option(
         None,
         "--count -N",
         "How many of the first prompts of each category to use.",
         min=1,
         show_default="all",
     ),
-    n_rounds: int = _contest(1, "--repeat", "How often to go through all prompts.", min=1),
+    n_rounds: int = _measured_option(1, "--repeat", "How often to go through all prompts.", min=1),
     trials: Trials = TRIALS.without("--count").with_default("--max-tokens", 128),
     json_file: Path | None = option(
         None,
@@ -150,7 +150,7 @@ def bench(
     from specgen.session.open import open_measurements
     from specgen.session.opening_notes import layers_without_gpu
 
-    prompts = _prompts(texts, trials.prompts, n_prompts)
+    prompts = _prompts(texts, trials.prompts, n_per_category)
     check_drafts(drafting, "compare")
     check_file_option("--json", json_file)
     check_file_option("--html", html_file)

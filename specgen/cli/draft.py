@@ -111,9 +111,9 @@ def _save_and_show(
         The draft that was saved. It is None if `save` is not set, the search was interrupted, or
         the machine was busy.
     """
-    interrupted = "interrupted: not everything was measured, nothing was kept"
+    interrupted_note = "interrupted: not everything was measured, nothing was kept"
     if search is None:
-        output.note(interrupted)
+        output.note(interrupted_note)
         return None
     was_busy = is_busy(search.others_share)
     try:
@@ -122,7 +122,7 @@ def _save_and_show(
     finally:  # show the measurements even if the draft cannot be saved
         show_search(search, output, as_json=as_json)
     if search.is_interrupted:
-        output.note(interrupted)
+        output.note(interrupted_note)
     elif search.saved is not None:
         name = name_of(search.target)
         output.note(f"for {name}, `specgen run` without --draft now uses: {name_of(search.saved)}")
@@ -296,8 +296,8 @@ def make(
     save: bool = option(
         True,
         "--save/--no-save",
-        "Save the fastest draft for `specgen run`; delete slower ones made here, unless --kind "
-        "names theirs.",
+        "Save the fastest draft for `specgen run`. Without --kind, the other drafts made here are "
+        "deleted.",
     ),
     machine: Contexts = flags.machine,
     as_json: bool = flags.JSON_REPORT,
@@ -473,8 +473,8 @@ def _model_to_fit(
     """Return the model to fit to the target: that of --draft, or else the general draft.
 
     Returns:
-        None if another kind of draft is wanted, or if no kind is, and the general draft is not on
-        this disk; or if the general draft is the target itself.
+        None if --kind is another kind; or if --kind is not given, and there is no model to fit.
+        The target itself does not count as one.
 
     Raises:
         UsageError: If --draft is given with another kind, or there is no model for --kind
@@ -493,11 +493,11 @@ def _model_to_fit(
     general_draft: Path | None = None
     if registry.general_draft:
         general_draft = find_on_disk(registry.model(registry.general_draft))
+    if general_draft is not None and target.samefile(general_draft):
+        general_draft = None
     if general_draft is None and kind is not None:
-        what = "--kind distilled: no model to fit is on this disk"
+        what = "--kind distilled: no model to fit, other than the target, is on this disk"
         raise UsageError(what, "name one with --draft")
-    if general_draft is None or target.samefile(general_draft):
-        return None
     return general_draft
 
 

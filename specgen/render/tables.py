@@ -346,7 +346,7 @@ def batch_summary(
 
 
 def notes_on_figures(others_share: float | None) -> list[str]:
-    """Return the notes to print with measurements: one if the machine was too busy, else none.
+    """Return the notes to print with measurements: one if the machine was too busy for them.
 
     Args:
         others_share: The share of the cores that other programs used; None if unknown.

@@ -21,8 +21,8 @@ from specgen.system.quantities import human_bytes
 
 #: The folder of `proc` and `sys`.
 _ROOT = Path("/")
-#: Where /proc/self/stat has the time of the process's start, in ticks since the machine's start,
-#: after the program's name.
+#: The index of the word in /proc/self/stat, counted after the program's name, that is the time of
+#: the process's start in ticks since the machine's start.
 _START_WORD = 19
 
 # --- cores and memory -----------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def physical_cores_of(processors: frozenset[int], root: Path = _ROOT) -> int:
 
 
 def usable_memory(root: Path = _ROOT) -> Allowance:
-    """Return the memory in bytes that this process may use in all, with what it uses already.
+    """Return the memory in bytes that this process may use in all, including what it already uses.
 
     Args:
         root: The folder of `proc` and `sys`.

@@ -159,3 +159,24 @@ def test_impossible_drafts_are_refused_before_any_text_is_written(
     ):
         assert words in complaint(specgen(*command), code)
     assert not (cache() / "made").exists()
+
+
+def test_the_general_draft_is_not_fitted_to_itself(
+    specgen: Specgen, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jax")
+    digest = "ab" * 32
+    folder = cache() / "models" / digest[:16]
+    folder.mkdir(parents=True)
+    general = write_tiny_model(folder / "general.gguf", TinyConfig(logit_scale=6.0))
+    entry = {"size_bytes": general.stat().st_size, "sha256": digest}
+    texts = ("file", "licence", "parameters", "quantisation", "description")
+    entry |= {"name": "general"} | dict.fromkeys(texts, general.name)
+    lines = [f"{key} = {json.dumps(value)}" for key, value in entry.items()]
+    registry = ['general_draft = "general"', "[[models]]", *lines]
+    (tmp_path / "models.toml").write_text("\n".join(registry))
+    monkeypatch.setenv("SPECGEN_CONFIG", str(tmp_path))
+    make = ("draft", "make", "-m", "general", "--prompts", asked, "--kind", "distilled", *MACHINE)
+    words = "no model to fit, other than the target, is on this disk"
+    assert words in complaint(specgen(*make), 2)
+    assert not (cache() / "made").exists()

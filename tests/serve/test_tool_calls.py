@@ -506,6 +506,8 @@ def test_a_text_may_be_allowed_without_being_the_type() -> None:
         ("5", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 5),
         ('{"a": 1}', {"anyOf": [TEXT, {"$ref": "#/$defs/other"}]}, {"a": 1}),
         ("5", {"anyOf": [TEXT, {}]}, 5),
+        ("<![CDATA[a]]>", optional, "a"),
+        ("a <![CDATA[b]]>", optional, "a <![CDATA[b]]>"),
     ):
         assert json.loads(typed_json(value, schema)) == read, (value, schema)
 
@@ -560,13 +562,27 @@ def test_a_call_at_the_end_of_open_thoughts_is_one(name: str) -> None:
 def test_lists_and_objects_may_be_tags_within_tags() -> None:
     edit = {"properties": {"old": TEXT, "line": {"type": "integer"}, "notes": {"items": TEXT}}}
     numbers = {"type": "array", "items": {"items": {"type": "number"}}}
-    properties = {"path": TEXT, "edits": {"items": edit}, "table": numbers, "none": NUMBERS}
+    optional = {"anyOf": [{"type": "null"}, {"type": "array", "items": TEXT}]}
+    properties = {
+        "path": TEXT,
+        "edits": {"items": edit},
+        "table": numbers,
+        "none": NUMBERS,
+        "labels": optional,
+        "no_labels": optional,
+        "no_options": {"type": ["object", "null"]},
+        "any_options": {"type": "object", "properties": None},
+    }
     found = form("MiniMax-3")
     given: dict[str, Any] = {
         "path": "a </item> b",
         "edits": [{"old": "12\n", "line": 3, "notes": ["5", "x"]}, {"line": 4}],
         "table": [[1, 2.5], [3]],
         "none": [],
+        "labels": ["5", "x"],
+        "no_labels": [],
+        "no_options": {},
+        "any_options": {"k": 1},
         "other": {"k": {"j": "v"}, "b": True},
     }
     text = calls_as_written(FAMILIES["MiniMax-3"], ("edit", given), ("edit", {}))

@@ -202,7 +202,7 @@ def _connect(address: str, *, verbose: bool) -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise `OSError` if nothing listens at an address; Ray itself would keep trying for long."""
+    """Raise `OSError` at once if nothing listens at an address. Ray itself would try for long."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
@@ -309,7 +309,7 @@ class RayBatch:
     def _portions_of(self, lines: Sequence[BatchLine]) -> Iterator[Sequence[BatchLine]]:
         """Divide lines into portions, so that a fast actor can get more of them than a slow one."""
         n_per_actor = _divided_up(len(lines), max(1, self.n_actors))
-        # However small, the lines are divided among all actors.
+        # With few lines, portions are smaller than this, so that each actor gets one.
         min_size = _MIN_LINES_PER_SLOT * (self._job.parallel or _ASSUMED_PARALLEL)
         size = min(n_per_actor, max(min_size, _divided_up(n_per_actor, _N_PORTIONS)))
         return (lines[start : start + size] for start in range(0, len(lines), size))

@@ -112,7 +112,8 @@ def form_of(
         has_token: Tells whether the model has a control token of this name.
 
     Returns:
-        None if the template takes no tools, or writes calls in a form that specgen cannot read.
+        None if the template does not support tools, or if specgen cannot read the calls that it
+        writes.
     """
     if not _READS_TOOLS.search(template):
         return None

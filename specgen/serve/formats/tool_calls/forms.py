@@ -101,7 +101,7 @@ class CallForm:
 
     @property
     def trigger(self) -> str:
-        """A text that only calls begin with.
+        """The text that tells the beginning of a call from content.
 
         It is `mark` if that clearly means a call, and otherwise `opening`, up to an `ANY`.
         """

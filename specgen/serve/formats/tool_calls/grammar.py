@@ -273,7 +273,7 @@ class _CallRules:
         """Add a rule for the JSON that conforms to a schema, and return its name.
 
         Args:
-            schema: The JSON schema, of which unsupported parts are left out with a warning.
+            schema: The JSON schema. Its unsupported parts are left out with a warning.
             where: What begins an error message.
             function_name: The function that a warning names.
 

@@ -26,7 +26,7 @@ _BEFORE_BARE_CALL = re.compile(
     rf"\s*(?:<\|python_tag\|>\s*)?(?:{OPENING_FENCE}\s*)?"
     r"(?:\{\s*)?(?=\{\s*[^\s{]|\[\s*\{)"
 )
-#: Such a text whose end has not arrived yet, apart from incomplete tags.
+#: The beginning of such a text, unless it ends within a tag.
 _MAY_COME_BEFORE_BARE_CALL = re.compile(
     r"\s*(?:<\|python_tag\|>\s*)?"
     rf"(?:`{{0,2}}|```(?:j|js|jso)|(?:{OPENING_FENCE}\s*)?(?:\[\s*|(?:\{{\s*){{0,2}}))"
@@ -307,7 +307,7 @@ class ToolCallParser:
     def _take_certain(self) -> str:
         """Remove the part of the rest that is content whatever follows, and return it.
 
-        Not certain are the beginning of a bare call, a partial mark, and white space at the end.
+        What may be the beginning of a bare call, a partial mark, and white space at the end stay.
         """
         text = self._rest
         if self._is_last:
@@ -460,7 +460,7 @@ class ToolCallParser:
         form = self._form
         text = self._rest
         name_start: int | NoMatch = skip_space(text, begin)
-        # The first call comes after the whole opening, of which `begin` is after the mark.
+        # The opening of the first call goes on after its mark, where `begin` is.
         if not self._is_after_call:
             before = text[:begin].rstrip()
             if before.endswith(form.mark):

@@ -63,7 +63,7 @@ def read_name(
     Returns:
         `ABSENT` if there is no such name, or if no arguments can follow it.
     """
-    # One name may begin with another, so the longest that the text has is the one meant.
+    # One name may begin with another: the longest one that is complete in the text is meant.
     possible_names = [name for name in names if name.startswith(text[start : start + len(name)])]
     if not possible_names:
         return NoMatch.ABSENT

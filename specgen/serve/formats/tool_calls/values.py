@@ -62,6 +62,7 @@ _SCHEMA_TYPES: Mapping[type, set[str]] = {
     list: {"array"},
     dict: {"object"},
 }
+_CONTAINERS = {"array", "object"}
 _CDATA = "<![CDATA["
 
 
@@ -432,21 +433,36 @@ def _nested_value(
     """
     if not tag_prefix:
         return _value(text, schema)
-    schema = as_mapping(schema)
-    kinds = schema.get("type", ())  # the name of a type, or several names
+    schema = _container_schema(schema)
+    kinds = _types_of(schema)
     elements = _elements(text, tag_prefix)
-    is_empty_container = not text.strip() and kinds in ("array", "object")
+    may_be_container = not kinds.isdisjoint(_CONTAINERS)
+    is_empty_container = not text.strip() and may_be_container and "string" not in kinds
     if not elements and not is_empty_container:
         return _value(text, schema)
     # Without elements, this is true: an empty container is a list unless it may be an object.
     if "object" not in kinds and all(name == "item" for name, _ in elements):
         item_schema = schema.get("items")
         return [_nested_value(content, item_schema, tag_prefix) for _, content in elements]
-    properties = schema.get("properties", {})
+    properties = as_mapping(schema.get("properties"))
     fields: Arguments = {}
     for name, content in elements:
         fields[name] = _nested_value(content, properties.get(name), tag_prefix)
     return fields
+
+
+def _container_schema(schema: Any) -> Mapping[str, Any]:
+    """Return the schema of a list or an object if it is one of a schema's options, or the schema.
+
+    Pydantic describes an optional list as a choice of a list and null.
+    """
+    whole_schema = as_mapping(schema)
+    options = whole_schema.get("anyOf", whole_schema.get("oneOf"))
+    if isinstance(options, list):
+        for option in options:
+            if not _types_of(option).isdisjoint(_CONTAINERS):
+                return as_mapping(option)
+    return whole_schema
 
 
 def _elements(text: str, tag_prefix: str) -> list[tuple[str, str]]:
@@ -491,7 +507,7 @@ def _value(text: str, schema: Any) -> Any:
 
     A text that is neither JSON nor Python stays a text, whatever the schema says.
     """
-    if _CDATA in text:
+    if text.startswith(_CDATA):
         text = text.removeprefix(_CDATA).removesuffix("]]>")
     kinds = _types_of(schema)
     if kinds == {"string"}:
