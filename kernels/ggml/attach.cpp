@@ -145,7 +145,7 @@ bool check_ggml() {
         return false;
     }
     if (!find_operators()) {
-        problem = changed + "it names its operators otherwise";
+        problem = changed + "its operators have other names";
         return false;
     }
     return true;

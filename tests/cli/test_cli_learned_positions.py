@@ -100,7 +100,7 @@ def test_embeddings_are_of_what_fits(models: Path) -> None:
             assert answer.status_code == status, answer.text
         process.terminate()
         assert process.stderr is not None
-        assert "a text has no more, and not 512" in process.stderr.read()
+        assert "so a text may have at most 64 tokens, not 512" in process.stderr.read()
 
 
 def test_the_python_interface_is_limited_too(models: Path) -> None:
