@@ -194,8 +194,8 @@ class ModelLoader:
             )
             if context.n_ctx is not None and context.n_ctx > n_ctx:
                 self.reporter.note(
-                    f"{name} was trained with {n_ctx} tokens of context, so a text may have at most "
-                    f"{n_ctx} tokens, not {context.n_ctx}"
+                    f"{name} was trained with {n_ctx} tokens of context, so a text may have "
+                    f"at most {n_ctx} tokens, not {context.n_ctx}"
                 )
             return embedder
 
