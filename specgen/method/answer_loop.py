@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from specgen.errors import BackendError, DecodeEndedError
 from specgen.events import Event, FinishedEvent, Piece, PrefillEvent
 from specgen.method.answer_state import AnswerState
-from specgen.method.backend import Backend, Batch
+from specgen.method.backend import Batch
 from specgen.method.cost_table import CostTable
 from specgen.method.draft import NO_DRAFT
-from specgen.method.drafter import Clock, never
+from specgen.method.drafter import never
 from specgen.method.loop import DecodedBatch, Loop
 from specgen.method.prefill_costs import PrefillCosts
 from specgen.system.arrays import Logits
@@ -30,16 +31,10 @@ _MIN_COMPARED_TOKENS = 30
 class AnswerLoop(Loop):
     """The loop, with the prefill of its answers' prompts and the summaries of its answers."""
 
-    def __init__(
-        self,
-        target: Backend,
-        clock: Clock,
-        interrupted: Callable[[], bool] = never,
-    ) -> None:
-        """Start the clock; the arguments are those of `Loop`."""
-        super().__init__(target, clock, interrupted)
-        #: What the prefill of prompts costs with this target.
-        self.prefill_costs = PrefillCosts()
+    @functools.cached_property
+    def prefill_costs(self) -> PrefillCosts:
+        """What the prefill of prompts costs with this target."""
+        return PrefillCosts()
 
     def run(self, answer: AnswerState) -> Iterator[Event]:
         """Generate a whole answer, and yield its events.
