@@ -164,8 +164,8 @@ class LlamaServerWriter(CompletionWriter):
         self._has_tokens = has_tokens
         #: The tokens of each answer.
         self._tokens: list[list[int]] = [[] for _ in self._answers]
-        #: Those that no chunk has had yet, because their text was held back.
-        self._unsent_tokens: list[list[int]] = [[] for _ in self._answers]
+        #: How many of them chunks have had. There may be more, whose text is held back.
+        self._n_sent_tokens = [0] * len(self._answers)
         #: The log-probabilities of each answer.
         self._probabilities: list[list[Json]] = [[] for _ in self._answers]
 
@@ -197,7 +197,6 @@ class LlamaServerWriter(CompletionWriter):
             pieces = event.pieces
         tokens = [piece.token_id for piece in pieces]
         self._tokens[number] += tokens
-        self._unsent_tokens[number] += tokens
         if chunks:
             chunks[0]["tokens"] = self._take_unsent_tokens(number)
         if event is not None and self._has_logprobs:
@@ -208,9 +207,9 @@ class LlamaServerWriter(CompletionWriter):
 
     def _take_unsent_tokens(self, number: int) -> list[int]:
         """Return the tokens of an answer that no chunk has had yet; this chunk will have them."""
-        tokens = self._unsent_tokens[number]
-        self._unsent_tokens[number] = []
-        return tokens
+        n_sent = self._n_sent_tokens[number]
+        self._n_sent_tokens[number] = len(self._tokens[number])
+        return self._tokens[number][n_sent:]
 
     def _write_end(self, number: int) -> list[Json]:
         last_chunk = {

@@ -11,6 +11,7 @@ from specgen.text.grammar.schema_parts import (
     as_list,
     only_required,
     only_values,
+    options_of,
     property_schema,
     required_names,
     resolved,
@@ -65,7 +66,7 @@ class ChoiceWriter:
         """Remove a type that all options have, which llguidance would merge into each of them."""
         if part.keys() & CONSTRAINTS:
             return
-        options = [part] if "$ref" in part else as_list(part.get("anyOf", part.get("oneOf")))
+        options = [part] if "$ref" in part else options_of(part)
         types = types_of(part)
         if options and all(types_of(resolved(self._root, option)) <= types for option in options):
             part.pop("type", None)

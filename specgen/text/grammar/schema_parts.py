@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -194,3 +194,8 @@ def int_keyword(part: Part, keyword: str) -> int:
 def as_list(value: Any) -> list[Any]:
     """Return the value if it is a list; otherwise an empty list."""
     return value if isinstance(value, list) else []
+
+
+def options_of(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the alternatives of a schema, its `anyOf` or `oneOf`; empty if it has none."""
+    return as_list(schema.get("anyOf", schema.get("oneOf")))

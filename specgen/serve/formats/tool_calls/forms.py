@@ -101,7 +101,7 @@ class CallForm:
 
     @property
     def trigger(self) -> str:
-        """The text that tells the beginning of a call from content.
+        """The text that distinguishes the beginning of a call from content.
 
         It is `mark` if that clearly means a call, and otherwise `opening`, up to an `ANY`.
         """

@@ -31,7 +31,7 @@ _MAY_COME_BEFORE_BARE_CALL = re.compile(
     r"\s*(?:<\|python_tag\|>\s*)?"
     rf"(?:`{{0,2}}|```(?:j|js|jso)|(?:{OPENING_FENCE}\s*)?(?:\[\s*|(?:\{{\s*){{0,2}}))"
 )
-#: The braces after a call in two braces, of which some models write too many.
+#: The braces after a call in two braces. Some models write too many of them.
 _EXTRA_BRACES = re.compile(r"(?:\s*\})*")
 #: The characters that some models write between two JSON objects, whatever their template does.
 _BETWEEN_OBJECTS = " \n\t\r,;"
@@ -307,7 +307,8 @@ class ToolCallParser:
     def _take_certain(self) -> str:
         """Remove the part of the rest that is content whatever follows, and return it.
 
-        What may be the beginning of a bare call, a partial mark, and white space at the end stay.
+        The rest keeps what may be the beginning of a bare call, a partial mark, and white space at
+        its end.
         """
         text = self._rest
         if self._is_last:
@@ -460,7 +461,7 @@ class ToolCallParser:
         form = self._form
         text = self._rest
         name_start: int | NoMatch = skip_space(text, begin)
-        # The opening of the first call goes on after its mark, where `begin` is.
+        # The opening of the first call continues after its mark, which is where `begin` is.
         if not self._is_after_call:
             before = text[:begin].rstrip()
             if before.endswith(form.mark):

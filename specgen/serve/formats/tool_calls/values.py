@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic_core import from_json
 
+from specgen.text.grammar.schema_parts import options_of
 from specgen.text.overlap import partial_match_length
 
 #: The values of arguments by their keys.
@@ -457,11 +458,9 @@ def _container_schema(schema: Any) -> Mapping[str, Any]:
     Pydantic describes an optional list as a choice of a list and null.
     """
     whole_schema = as_mapping(schema)
-    options = whole_schema.get("anyOf", whole_schema.get("oneOf"))
-    if isinstance(options, list):
-        for option in options:
-            if not _types_of(option).isdisjoint(_CONTAINERS):
-                return as_mapping(option)
+    for option in options_of(whole_schema):
+        if not _types_of(option).isdisjoint(_CONTAINERS):
+            return as_mapping(option)
     return whole_schema
 
 
@@ -535,10 +534,7 @@ def _types_of(schema: Any) -> set[str]:
     choices = schema.get("enum")
     if isinstance(choices, list):
         return set().union(*(_SCHEMA_TYPES.get(type(choice), set()) for choice in choices))
-    options = schema.get("anyOf", schema.get("oneOf"))
-    if not isinstance(options, list):
-        return set()
-    types_of_options = [_types_of(option) for option in options]
+    types_of_options = [_types_of(option) for option in options_of(schema)]
     if not all(types_of_options):
         return set()
     return set().union(*types_of_options)
