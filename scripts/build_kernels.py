@@ -64,7 +64,8 @@ COMMON_FLAGS = (
     "-fvisibility=hidden",
 )
 LINK_FLAGS = ("-shared", "-Wl,-z,defs", "-ldl", "-pthread")
-AVX512_FLAGS = ("-march=skylake-avx512", "-mavx512vnni", "-mprefer-vector-width=512")
+AVX512_FLAGS = ("-march=skylake-avx512", "-mprefer-vector-width=512")
+VNNI_FLAGS = (*AVX512_FLAGS, "-mavx512vnni")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,9 @@ INSTRUCTION_FLAGS: Mapping[str, InstructionFlags] = {
     "avx_vnni.cpp": InstructionFlags(
         ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"), "WITHOUT_AVX_VNNI"
     ),
-    "avx512_vnni.cpp": InstructionFlags(AVX512_FLAGS, "WITHOUT_AVX512_VNNI"),
-    "amx_int8.cpp": InstructionFlags(
-        (*AVX512_FLAGS, "-mamx-tile", "-mamx-int8"), "WITHOUT_AMX_INT8"
-    ),
+    "avx512.cpp": InstructionFlags(AVX512_FLAGS),
+    "avx512_vnni.cpp": InstructionFlags(VNNI_FLAGS, "WITHOUT_AVX512_VNNI"),
+    "amx_int8.cpp": InstructionFlags((*VNNI_FLAGS, "-mamx-tile", "-mamx-int8"), "WITHOUT_AMX_INT8"),
     "neon_dotprod.cpp": InstructionFlags(("-march=armv8.2-a+dotprod",), platform=ARM),
 }
 

@@ -37,7 +37,7 @@ void multiply(WeightType type, const void *group, const void *tile, int64_t n_in
 // The lambdas read VNNI's table when they are called: in this file its entries are not constants.
 const InstructionSet amx_int8_set = {
     "amx-int8",
-    Avx512::lanes,
+    Avx512Vnni::lanes,
     max_columns,
     [](WeightType type, int64_t n_inputs) { return vnni.group_bytes(type, n_inputs); },
     [](WeightType type, const void *rows, size_t row_bytes, int n_rows, int64_t n_inputs,

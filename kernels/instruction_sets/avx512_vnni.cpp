@@ -1,5 +1,4 @@
 // The kernels for CPUs with AVX-512 and its VNNI extension (F, BW, DQ, VL, VNNI).
-#include "vectors/avx512.h"
 #include "vectors/avx512_amd.h"
 
 #include "instruction_sets/make_instruction_set.h"
@@ -16,6 +15,6 @@ constexpr InstructionSet with_attention_of_amd(InstructionSet set, const char *n
 
 }  // namespace
 
-const InstructionSet avx512_vnni_set = make_instruction_set<Avx512, 12>("avx512-vnni");
+const InstructionSet avx512_vnni_set = make_instruction_set<Avx512Vnni, 12>("avx512-vnni");
 const InstructionSet avx512_vnni_amd_set =
-    with_attention_of_amd(make_instruction_set<Avx512, 12>("avx512-vnni"), "avx512-vnni-amd");
+    with_attention_of_amd(make_instruction_set<Avx512Vnni, 12>("avx512-vnni"), "avx512-vnni-amd");

@@ -74,11 +74,12 @@ bool cpu_has_avx2() {
 
 bool cpu_has_avx_vnni() { return CpuId(7).a >= 1 && all_of(CpuId(7, 1).a, {4}); }
 
-bool cpu_has_avx512_vnni() {
+bool cpu_has_avx512() {
     return all_of(saved_registers(), {5, 6, 7}) &&
-           all_of(CpuId(7).b, {16, 17, 30, 31}) &&  // F, DQ, BW, VL
-           all_of(CpuId(7).c, {11});                // VNNI
+           all_of(CpuId(7).b, {16, 17, 30, 31});  // F, DQ, BW, VL
 }
+
+bool cpu_has_avx512_vnni() { return cpu_has_avx512() && all_of(CpuId(7).c, {11}); }
 
 // CPUID has the maker's name in registers b, d and c: "AuthenticAMD".
 bool cpu_is_by_amd() {
@@ -90,6 +91,7 @@ bool cpu_has(const char *instructions) {
     const std::string name = instructions;
     if (!cpu_has_avx2()) return false;
     if (name == "avx-vnni") return cpu_has_avx_vnni();
+    if (name == "avx512") return cpu_has_avx512();
     if (name == "avx512-vnni") return cpu_has_avx512_vnni();
     if (name == "avx512-vnni-amd") return cpu_has_avx512_vnni() && cpu_is_by_amd();
     if (name == "amx-int8") return cpu_has_avx512_vnni() && may_use_tiles();
@@ -113,6 +115,7 @@ const InstructionSet *const compiled_sets[] = {
 #ifndef WITHOUT_AVX_VNNI
     &avx_vnni_set,
 #endif
+    &avx512_set,
     &avx2_set,
 #endif
 };

@@ -1,6 +1,6 @@
 // What the code for one instruction set offers to the rest of the library.
 //
-// Each of avx2.cpp, avx_vnni.cpp, avx512_vnni.cpp, amx_int8.cpp and neon_dotprod.cpp is compiled
+// Each of avx2.cpp, avx_vnni.cpp, avx512.cpp, avx512_vnni.cpp, amx_int8.cpp and neon_dotprod.cpp is compiled
 // with the compiler flags of its instruction set, and defines one constant table. Nothing else is
 // shared between these files, so that no function compiled for a newer CPU can be called on an
 // older one: they use no containers or algorithms of the standard library, and all their
@@ -74,6 +74,7 @@ struct InstructionSet {
 
 extern const InstructionSet avx2_set;
 extern const InstructionSet avx_vnni_set;
+extern const InstructionSet avx512_set;
 extern const InstructionSet avx512_vnni_set;
 extern const InstructionSet avx512_vnni_amd_set;
 extern const InstructionSet amx_int8_set;

@@ -22,7 +22,7 @@
 //     tiles, 96 columns   112    139    156
 #pragma once
 
-#include "vectors/avx512.h"  // first: it includes <immintrin.h> without GCC's false warnings
+#include "vectors/avx512_vnni.h"  // first: it includes <immintrin.h> without GCC's false warnings
 
 #include <type_traits>
 
@@ -64,7 +64,7 @@ struct EqualTiles {
 //  - the product is computed with 16 bits and split into two bytes.
 template <class F>
 struct ScaledCodes {
-    using V = Avx512;
+    using V = Avx512Vnni;
     using Layout = PackedLayout<F, V::lanes>;
     using Ints = V::Ints;
     static constexpr int largest_code = F::largest_code;
@@ -160,7 +160,7 @@ struct ScaledCodes {
 // The product of a group of rows with up to 96 columns, for formats with 256 weights to a block.
 template <class F>
 struct SuperBlockTiles {
-    using V = Avx512;
+    using V = Avx512Vnni;
     using Layout = PackedLayout<F, V::lanes>;
     using Words = SuperBlockWords;
     using Scaled = ScaledCodes<F>;
@@ -204,7 +204,7 @@ struct SuperBlockTiles {
 // The product of a group of rows with up to 96 columns.
 template <class F>
 struct BlockTiles {
-    using V = Avx512;
+    using V = Avx512Vnni;
     using Layout = PackedLayout<F, V::lanes>;
     using Words = BlockWords;
     using Ints = V::Ints;
@@ -311,13 +311,13 @@ struct AmxProducts {
         return false;
     }
     static bool takes(WeightType type, int64_t n_columns) {
-        return with_weights<Avx512>(type,
+        return with_weights<Avx512Vnni>(type,
                                     [=](auto weights) { return takes(weights, n_columns); });
     }
 
     static void prepare(WeightType type, const float *values, int64_t n_inputs, void *tile,
                         int n_columns, int column) {
-        with_weights<Avx512>(type, [=](auto weights) {
+        with_weights<Avx512Vnni>(type, [=](auto weights) {
             if constexpr (weights.is_quantized) {
                 weights.prepare(values, n_inputs, static_cast<int32_t *>(tile), n_columns, column,
                                 true);
@@ -328,19 +328,19 @@ struct AmxProducts {
     static void multiply(WeightType type, const void *group, const void *tile, int64_t n_inputs,
                          int n_columns, int n_rows, float *outputs, size_t output_stride,
                          TileState &tile_state) {
-        with_weights<Avx512>(type, [&](auto weights) {
+        with_weights<Avx512Vnni>(type, [&](auto weights) {
             if constexpr (weights.is_quantized) {
                 using Tiles = Product<typename decltype(weights)::Format>;
                 const EqualTiles tiles(n_columns);
                 tile_state.use(tiles.columns, Tiles::words_of_tile);
                 float results[most_columns][16];
-                const auto zero = Avx512::opaque_zero();
-                for (int n = 0; n < n_columns; n++) Avx512::store(results[n], zero);
+                const auto zero = Avx512Vnni::opaque_zero();
+                for (int n = 0; n < n_columns; n++) Avx512Vnni::store(results[n], zero);
                 Tiles::run(static_cast<const uint8_t *>(group), static_cast<const int32_t *>(tile),
                            n_inputs, tiles, results);
                 for (int n = 0; n < n_columns; n++) {
-                    Avx512::store_first(outputs + n * output_stride,
-                                        Avx512::load_floats(results[n]), n_rows);
+                    Avx512Vnni::store_first(outputs + n * output_stride,
+                                        Avx512Vnni::load_floats(results[n]), n_rows);
                 }
             }
         });

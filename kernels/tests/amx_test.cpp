@@ -16,7 +16,7 @@ namespace {
 
 // The rows of two groups, the second of which is not full.
 constexpr int n_rows = 19;
-constexpr int lanes = Avx512::lanes;
+constexpr int lanes = Avx512Vnni::lanes;
 using Columns = std::vector<std::vector<float>>;
 // [column][row]
 using Outputs = std::vector<float>;
@@ -44,9 +44,9 @@ Outputs multiply_alone(const Block &block, const Columns &columns) {
         for (size_t c = 0; c < columns.size(); c++) {
             std::vector<int32_t> tile(Weights::column_bytes(n_inputs) / 4);
             Weights::prepare(columns[c].data(), n_inputs, tile.data(), 1, 0);
-            Avx512::Floats results[1];
+            Avx512Vnni::Floats results[1];
             Weights::template multiply<1>(group, tile.data(), n_inputs, results);
-            Avx512::store_first(&outputs[c * n_rows + row], results[0], n);
+            Avx512Vnni::store_first(&outputs[c * n_rows + row], results[0], n);
         }
     });
     return outputs;
@@ -92,7 +92,7 @@ bool check(const Block &block, int n_inputs) {
 int main() {
     bool good = true;
     for (const Block &block : blocks) {
-        with_weights<Avx512>(block.type, [&](auto weights) {
+        with_weights<Avx512Vnni>(block.type, [&](auto weights) {
             if constexpr (weights.is_quantized) {
                 using Weights = decltype(weights);
                 // Blocks of 32 are multiplied four at a time; here one or two are left over.

@@ -12,6 +12,9 @@
 // that. `--accuracy` prints errors, and `--bits` prints a digest of the inputs and outputs of each
 // shape. scripts/arm_kernels.py checks NEON in an emulator. attention_bench.cpp compares the speed
 // of two versions.
+#ifdef __AVX512BW__
+#include "vectors/avx512.h"
+#endif
 #ifdef __AVX512VNNI__
 #include "vectors/avx512_amd.h"
 #include "vectors/avx_vnni.h"
@@ -869,9 +872,12 @@ int main(int n_arguments, char **arguments) {
     bool good = act<Avx2>("AVX2", option);
     if (option.empty()) good = act<HalvedAvx2>("AVX2 with halved products", option) && good;
 #endif
+#ifdef __AVX512BW__
+    good = act<Avx512>("AVX-512", option) && good;
+#endif
 #ifdef __AVX512VNNI__
     good = act<AvxVnni>("AVX-VNNI", option) && good;
-    good = act<Avx512>("AVX-512", option) && good;
+    good = act<Avx512Vnni>("AVX-512 with VNNI", option) && good;
     // Here the same row has all of its products alone, and half of them in a batch.
     good = act<Avx512Amd>("AVX-512 on AMD", option) && good;
     good = act<AlwaysHalved>("AVX-512 with halved products", option) && good;

@@ -71,7 +71,7 @@ struct Inputs {
         n_groups = std::max<int64_t>(1, n_groups);
         n_threads = n_groups > 1 ? 2 : 1;
         weights = allocate(bytes());
-        for (size_t i = 0; i < n_groups * group_bytes; i++) {
+        for (size_t i = 0; i < bytes(); i++) {
             weights[i] = static_cast<char>((i * 2654435761U) >> 13 & 0x3b);
         }
         prepared = allocate(column_bytes * most_columns);
@@ -84,7 +84,8 @@ struct Inputs {
     }
     Inputs(const Inputs &) = delete;
 
-    // The weights, and some memory after them, because kernels prefetch beyond the end.
+    // The weights, and some memory after them, because kernels prefetch beyond the end. (It must be
+    // written to: a prefetch from memory that does not exist yet takes longer than a product.)
     size_t bytes() const { return n_groups * group_bytes + 8192; }
 };
 

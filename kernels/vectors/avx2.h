@@ -1,8 +1,8 @@
 // The vector operations of AVX2 (with FMA and F16C).
 //
-// All kernels are templates over a vector type `V`: Avx2, AvxVnni, Avx512, Avx512Amd or Neon. These
-// types have the same operations by the same names, in the same order of sections. Nothing else in
-// the library contains intrinsics, except the rounding of activations
+// All kernels are templates over a vector type `V`: Avx2, AvxVnni, Avx512, Avx512Vnni, Avx512Amd or
+// Neon. These types have the same operations by the same names, in the same order of sections.
+// Nothing else in the library contains intrinsics, except the rounding of activations
 // (products/activation_codes_*.h) and the tile registers of AMX (products/amx_instructions.h).
 //
 // Words used in names: an "int" is a 32-bit lane, a "short" one of its two 16-bit halves, a
@@ -262,7 +262,7 @@ struct Avx2 {
 
     // --- shorts ---
 
-    // See vectors/avx512.h.
+    // See vectors/avx512_vnni.h.
     static constexpr bool adds_pairs = false;
     // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high
     // one.

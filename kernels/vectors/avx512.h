@@ -1,4 +1,4 @@
-// The vector operations of AVX-512 with VNNI. vectors/avx2.h explains the names.
+// The vector operations of AVX-512 (F, BW, DQ and VL). vectors/avx2.h explains the names.
 #pragma once
 
 // GCC 12 takes the operand that its own headers leave undefined for an uninitialised variable.
@@ -218,28 +218,29 @@ struct Avx512 {
         return _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaaU, even, odd);
     }
 
-    // Sums of products of bytes: four unsigned codes of each lane times the four signed bytes of a
-    // word. They are exact and do not overflow 32 bits.
+    // Sums of products of bytes. vectors/avx2.h explains their limits.
     using Sums = Ints;
-    static constexpr bool has_dot_product = true;  // vpdpbusd
-    static constexpr bool needs_unsigned_codes = true;
-    static Sums start_sums(Ints total) { return total; }
-    // GCC 12 would load the word with a separate instruction. With the memory operand spelt out, a
-    // tile of 8 columns of Q4_K takes 6.0 instead of 10.1 ns for 64 bytes in the cache.
+    static constexpr bool has_dot_product = false;
+    static constexpr bool needs_unsigned_codes = false;
+    static Sums start_sums(Ints) { return zero_ints(); }
     static Sums add_products(Sums sums, Ints codes, const int32_t *words, int i) {
-        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(codes), "m"(words[i]));
-        return sums;
+        const Ints products = _mm512_maddubs_epi16(codes, broadcast_word(words + i));
+        return in_order(add_shorts(sums, products));
     }
-    // Signed weights are packed with 128 added. A sum of the column's bytes takes that away again.
+    // No instruction moves the signs of codes to the other factor. So activations are subtracted
+    // from 0 where codes are negative.
     static Sums add_signed_products(Sums sums, Ints codes, const int32_t *words, int i) {
-        return add_products(sums, codes, words, i);
+        const Ints word = broadcast_word(words + i);
+        const __mmask64 is_negative = _mm512_movepi8_mask(codes);
+        const Ints signed_word = _mm512_mask_sub_epi8(word, is_negative, zero_ints(), word);
+        const Ints products = _mm512_maddubs_epi16(_mm512_abs_epi8(codes), signed_word);
+        return in_order(add_shorts(sums, products));
     }
-    // The total with the products since `start_sums(total)`.
-    static Ints new_total(Sums sums, Ints) { return sums; }
-    // total + scale * sums, where the scale is a short. Without the barrier, GCC 12 multiplies
-    // later and keeps too many sums: 12 columns of Q6_K take 1.11 times as long.
+    static Ints new_total(Sums sums, Ints total) {
+        return add(total, _mm512_madd_epi16(sums, all_shorts(1)));
+    }
     static Ints add_scaled(Sums sums, Ints scale, Ints total) {
-        return in_order(add(total, multiply(sums, scale)));
+        return in_order(add(total, _mm512_madd_epi16(sums, pair_shorts(scale, scale))));
     }
     // See vectors/avx2.h.
     static Ints in_order(Ints sums) {
@@ -249,9 +250,8 @@ struct Avx512 {
 
     // --- shorts ---
 
-    // Whether one instruction adds two products of shorts to a 32-bit sum, and enough registers
-    // are there to gain by it. (AVX-VNNI has 16: 4 columns of Q4_K would take 1.16 of the time.)
-    static constexpr bool adds_pairs = true;  // vpdpwssd
+    // See vectors/avx512_vnni.h.
+    static constexpr bool adds_pairs = false;
     // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high
     // one.
     static Ints pair_shorts(Ints first, Ints second) {
@@ -272,14 +272,12 @@ struct Avx512 {
     static constexpr int pair_accumulators = accumulators;
     static PairSums zero_pair_sums() { return zero_ints(); }
     static Ints sum_of_pairs(PairSums sums) { return sums; }
-    // sums + the dot product of two signed shorts in each lane. (Around the intrinsic, GCC 12 moves
-    // the sums of a tile to memory and back: 1.5 instead of 2.9 products per ns.)
+    // sums + the dot product of two signed shorts in each lane.
     static Ints dot_shorts(Ints sums, Ints a, Ints b) {
-        asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
-        return sums;
+        return add(sums, _mm512_madd_epi16(a, b));
     }
     static Ints add_pair_products(Ints sums, Ints pairs, const int32_t *word) {
-        return _mm512_dpwssd_epi32(sums, pairs, broadcast_word(word));
+        return dot_shorts(sums, pairs, broadcast_word(word));
     }
     // The larger of |float16| and `largest`, two for each lane, as the bits of a float16. (NaN is
     // larger than all numbers.)

@@ -229,7 +229,7 @@ struct Neon {
 
     // --- shorts ---
 
-    // See vectors/avx512.h.
+    // See vectors/avx512_vnni.h.
     static constexpr bool adds_pairs = false;
     // The low shorts of two vectors: `first` in the low half of each lane, `second` in the high
     // one.

@@ -299,7 +299,7 @@ def found_with(instructions: str) -> Found:
 
 @pytest.mark.parametrize(
     "instructions",
-    ["avx2", "avx-vnni", "avx512-vnni", "avx512-vnni-amd", "amx-int8", "neon-dotprod"],
+    ["avx2", "avx-vnni", "avx512", "avx512-vnni", "avx512-vnni-amd", "amx-int8", "neon-dotprod"],
 )
 def test_every_instruction_set_that_the_cpu_has(instructions: str) -> None:
     for type_name, (wrong, same, _) in found_with(instructions).items():
@@ -307,9 +307,12 @@ def test_every_instruction_set_that_the_cpu_has(instructions: str) -> None:
         assert same, type_name
 
 
-def test_tiles_give_the_bits_of_vectors() -> None:
-    vectors = found_with("avx512-vnni")
-    tiles = found_with("amx-int8")
-    assert tiles.keys() == vectors.keys()
-    for type_name, (_, _, digest) in tiles.items():
-        assert digest == vectors[type_name][2], type_name
+@pytest.mark.parametrize(
+    ("instructions", "others"), [("avx512", "avx2"), ("amx-int8", "avx512-vnni")]
+)
+def test_two_instruction_sets_give_the_same_bits(instructions: str, others: str) -> None:
+    expected = found_with(others)
+    found = found_with(instructions)
+    assert found.keys() == expected.keys()
+    for type_name, (_, _, digest) in found.items():
+        assert digest == expected[type_name][2], type_name

@@ -88,8 +88,8 @@ class Kernels:
         self.path = path
         #: The library's functions, by their names in `_FUNCTIONS`.
         self.native = native
-        #: The instruction set: ``avx2``, ``avx-vnni``, ``avx512-vnni``, ``avx512-vnni-amd``,
-        #: ``amx-int8`` or ``neon-dotprod``.
+        #: The instruction set: ``avx2``, ``avx-vnni``, ``avx512``, ``avx512-vnni``,
+        #: ``avx512-vnni-amd``, ``amx-int8`` or ``neon-dotprod``.
         self.instructions = _text(native.instructions())
         #: Whether models that are loaded now get the kernels' layout of weights.
         self.computes_products = True

@@ -1,5 +1,5 @@
 // The tile instructions of AMX for CPUs without it, with the registers in memory: see
-// vectors/avx512.h in this folder. kernels/products/amx_instructions.h is the original, and explains
+// vectors/avx512_vnni.h in this folder. kernels/products/amx_instructions.h is the original, and explains
 // what each one does.
 #pragma once
 

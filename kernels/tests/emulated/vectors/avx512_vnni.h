@@ -1,6 +1,6 @@
-// The operations of Avx512 that products of packed weights need, in plain C++: one lane after the
+// The operations of Avx512Vnni that products of packed weights need, in plain C++: one lane after the
 // other. With this folder before kernels/ among the folders of headers, products for AVX-512 and AMX
-// run on every x86-64 CPU, slowly. kernels/vectors/avx512.h is the original, and explains the names.
+// run on every x86-64 CPU, slowly. kernels/vectors/avx512_vnni.h is the original, and explains the names.
 #pragma once
 
 #include <immintrin.h>
@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-struct Avx512 {
+struct Avx512Vnni {
     static constexpr int lanes = 16;
     static constexpr int accumulators = 24;
     static constexpr bool has_dot_product = true;
