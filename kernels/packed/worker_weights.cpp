@@ -1,7 +1,6 @@
 #include "packed/worker_weights.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -10,6 +9,7 @@
 
 #include "ggml/tensor_types.h"
 #include "packed/packed_weights.h"
+#include "packed/pages.h"
 
 namespace {
 
@@ -65,14 +65,6 @@ bool is_matrix(const ggml_tensor *tensor) {
            std::strstr(tensor->name, ".weight") != nullptr;
 }
 
-// Give the pages between two addresses back to the system. From then on they read as zeros.
-void drop_pages(uintptr_t first, uintptr_t end) {
-    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    first = (first + page - 1) / page * page;
-    end = end / page * page;
-    if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_DONTNEED);
-}
-
 // --- the buffer's functions, as ggml calls them ---
 
 void free_buffer(ggml_backend_buffer *buffer) {
@@ -93,7 +85,9 @@ void set_tensor(ggml_backend_buffer *, ggml_tensor *tensor, const void *data, si
         if (char *packed = map_memory(bytes)) {
             pack(tensor, static_cast<const char *>(data), packed);
             matrices[at] = {size, packed, bytes};
-            drop_pages(at, at + size);
+            // From here on, the pages of the tensor read as zeros.
+            const Pages pages = Pages::within(static_cast<const char *>(tensor->data), size);
+            if (pages.bytes > 0) madvise(pages.start, pages.bytes, MADV_DONTNEED);
             return;
         }
     }

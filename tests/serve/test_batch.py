@@ -204,8 +204,9 @@ def test_each_node_like_the_largest_has_an_actor_unless_told_otherwise(
 
 def test_resources_that_no_node_has_are_reported() -> None:
     for nodes, asked, said in (
-        ([], (None, None), "has 1 CPUs and 0 GPUs for an actor: the largest has 0 CPUs"),
-        ([(8, 1)], (9, 2), "has 9 CPUs and 2 GPUs for an actor: the largest has 8 CPUs, 1 GPUs"),
+        ([], (None, None), "has 1 CPUs and 0 GPUs for an actor; nodes have none"),
+        ([(8, 1)], (9, 2), "has 9 CPUs and 2 GPUs for an actor; nodes have 8 CPUs and 1 GPUs"),
+        ([(4, 2), (8, 0)], (8, 2), "nodes have 8 CPUs and 0 GPUs; 4 CPUs and 2 GPUs"),
     ):
         with pytest.raises(BackendError, match=said):
             place(nodes, *asked)

@@ -28,7 +28,7 @@ from specgen.serve.formats.tool_calls.forms import CallForm
 from specgen.serve.formats.tool_calls.function import Function
 from specgen.serve.formats.tool_calls.grammar import calls_grammar
 from specgen.serve.formats.tool_calls.parser import ToolCallParser
-from specgen.serve.formats.tool_calls.values import typed_json
+from specgen.serve.formats.tool_calls.values import TypedValues
 from tests.helpers.formats import FINISHED, written
 from tests.helpers.sessions import answered, opened
 from tests.helpers.templates import CONTROLS, FAMILIES, UNKNOWN, calls_as_written, made_of
@@ -488,7 +488,7 @@ def test_texts_without_quotes_are_as_they_are_and_others_by_their_types() -> Non
         (["string", "object"], '{"a": 1}', {"a": 1}),
         (["object", "string"], "{no json", "{no json"),
     ):
-        assert json.loads(typed_json(value, {"type": types})) == read
+        assert json.loads(TypedValues({}).json_of(value, {"type": types})) == read
 
 
 def test_a_text_may_be_allowed_without_being_the_type() -> None:
@@ -509,7 +509,33 @@ def test_a_text_may_be_allowed_without_being_the_type() -> None:
         ("<![CDATA[a]]>", optional, "a"),
         ("a <![CDATA[b]]>", optional, "a <![CDATA[b]]>"),
     ):
-        assert json.loads(typed_json(value, schema)) == read, (value, schema)
+        assert json.loads(TypedValues({}).json_of(value, schema)) == read, (value, schema)
+
+
+def test_values_have_the_types_of_the_definitions_that_their_schemas_refer_to() -> None:
+    """Pydantic describes enumerations and nested objects as references."""
+    parameters = {
+        "$defs": {
+            "Code": {"type": "string", "enum": ["1", "2"]},
+            "Place": {"type": "object", "properties": {"code": {"$ref": "#/$defs/Code"}}},
+            "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]},
+        }
+    }
+    code = {"$ref": "#/$defs/Code"}
+    place = {"$ref": "#/$defs/Place"}
+    null = {"type": "null"}
+    for value, schema, read in (
+        ("1", code, "1"),
+        ("1", {"anyOf": [code, null]}, "1"),
+        ("null", {"anyOf": [code, null]}, None),
+        ("<code>1</code>", place, {"code": "1"}),
+        ("<code>1</code>", {"anyOf": [place, null]}, {"code": "1"}),
+        ("<item><code>1</code></item>", {"type": "array", "items": place}, [{"code": "1"}]),
+        ("1", {"$ref": "#/$defs/Missing"}, 1),
+        ("1", {"$ref": "#/$defs/Loop"}, "1"),
+        ("1", {"type": [{}]}, "1"),
+    ):
+        assert json.loads(TypedValues(parameters, "<").json_of(value, schema)) == read, schema
 
 
 def test_gpt_oss_names_the_channel_of_a_call_anywhere() -> None:

@@ -109,10 +109,11 @@ def place(
     cpus = round(cpus, _N_DECIMALS)
     n_actors = sum(_n_fitting(node, cpus, gpus) for node in nodes)
     if not n_actors:
-        largest_cpus, largest_gpus = max(nodes, default=(0.0, 0.0))
+        kinds = sorted(set(nodes), reverse=True)
+        available = "; ".join(f"{n_cpus:g} CPUs and {n_gpus:g} GPUs" for n_cpus, n_gpus in kinds)
         raise BackendError(
-            f"no Ray node has {cpus:g} CPUs and {gpus:g} GPUs for an actor: "
-            f"the largest has {largest_cpus:g} CPUs, {largest_gpus:g} GPUs",
+            f"no Ray node has {cpus:g} CPUs and {gpus:g} GPUs for an actor; "
+            f"nodes have {available or 'none'}",
             hint="see --cpus-per-worker and --gpus-per-worker",
         )
     return Placement(n_actors, cpus, gpus)

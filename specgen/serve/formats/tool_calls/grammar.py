@@ -13,10 +13,11 @@ from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.serve.formats.tool_calls.forms import OPENING_FENCE, CallForm
 from specgen.serve.formats.tool_calls.function import Function
-from specgen.serve.formats.tool_calls.values import as_mapping
+from specgen.serve.formats.tool_calls.values import TypedValues, as_mapping
 from specgen.text.grammar.free_text import ANY
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
+from specgen.text.grammar.schema_parts import resolved
 from specgen.text.overlap import common_prefix_length
 
 #: The maximum number of calls in an answer: without it, some small models never stop calling.
@@ -189,6 +190,11 @@ class _Parameter:
             return choices
         return []
 
+    @property
+    def types(self) -> set[str]:
+        """The JSON types that its values may have; empty for any."""
+        return TypedValues(self.function.parameters).types_of(self.schema)
+
 
 class _CallRules:
     """Collects the rules for calls in a form, in llguidance's dialect of Lark."""
@@ -332,6 +338,7 @@ class _CallRules:
         function: Function,
     ) -> str:
         """Add a rule for the key and the value of one argument, and return its name."""
+        schema = resolved(dict(function.parameters), schema)
         parameter = _Parameter(function, key, as_mapping(schema))
         if self._form.style == "gemma":
             return self._gemma_pair(parameter)
@@ -372,9 +379,8 @@ class _CallRules:
         closing = pair.closing_of(parameter.key)
         before = f"{self.text(pair.opening)} {literal(parameter.key)}"
 
-        is_json = not _may_be_text(parameter.schema)
-        is_scalar = parameter.kind in ("integer", "number", "boolean")
-        if is_json and pair.tag_prefix and not is_scalar:
+        is_json = bool(parameter.types) and "string" not in parameter.types
+        if is_json and pair.tag_prefix and parameter.types & {"array", "object"}:
             # Lists and objects are tags within tags, for which there are no rules.
             self.warnings.append(
                 f"no grammar can enforce {parameter.key} of {parameter.function.name}"
@@ -425,15 +431,3 @@ def _one_of(choices: list[Any], quote: str = "") -> str:
             text = f"{quote}{choice}{quote}"
         values.append(literal(text))
     return f"({' | '.join(values)})"
-
-
-def _may_be_text(schema: Any) -> bool:
-    """Return whether a string may conform to a schema; references are taken not to allow one."""
-    if not isinstance(schema, Mapping):
-        return True
-    options = schema.get("anyOf", schema.get("oneOf"))
-    if isinstance(options, list):
-        return any(map(_may_be_text, options))
-    if "type" in schema:
-        return "string" in str(schema["type"])
-    return "$ref" not in schema

@@ -13,9 +13,8 @@ from specgen.serve.formats.tool_calls.values import (
     Arguments,
     ArgumentsReader,
     ParsedArguments,
-    as_mapping,
+    TypedValues,
     in_json_text,
-    typed_json,
 )
 from specgen.text.overlap import partial_match_length
 
@@ -141,6 +140,7 @@ class PairsReader:
         self._pair = form.pair
         self._ends = form.argument_ends
         self._properties = schema.get("properties", {})
+        self._values = TypedValues(schema, form.pair.tag_prefix)
         middles = form.pair.middles.values()
         self._middles = {middle.rstrip() for middle in middles}
         #: Whether each value is on a line of its own.
@@ -229,9 +229,9 @@ class PairsReader:
 
         # The value. A string may end in a later piece.
         self._closing = self._pair.closing_of(key).strip()
-        schema = as_mapping(self._properties.get(key))
+        schema = self._properties.get(key)
         key_json = f"{json.dumps(key, ensure_ascii=False)}: "
-        if schema.get("type") == "string" and not rest.startswith(_CDATA):
+        if self._values.types_of(schema) == {"string"} and not rest.startswith(_CDATA):
             self._is_in_text = True
             self._place = value_start
             return self._after_comma(key_json + '"')
@@ -243,7 +243,7 @@ class PairsReader:
             self._place = len(self._text)
         else:
             return NoMatch.UNCLEAR
-        value_json = typed_json(value, schema, self._pair.tag_prefix)
+        value_json = self._values.json_of(value, schema)
         return self._after_comma(key_json + value_json)
 
     def _key_start(self) -> int | NoMatch:

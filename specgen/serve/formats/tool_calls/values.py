@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic_core import from_json
 
-from specgen.text.grammar.schema_parts import options_of
+from specgen.text.grammar.schema_parts import options_of, resolved
 from specgen.text.overlap import partial_match_length
 
 #: The values of arguments by their keys.
@@ -401,67 +401,112 @@ def _json_word(word: str) -> str:
 # --- values without quotes ------------------------------------------------------------------------
 
 
-def typed_json(
-    text: str,
-    schema: Any,
-    tag_prefix: str = "",
-) -> str:
-    """Return a text without quotes as JSON, with a type that the argument's schema allows.
+class TypedValues:
+    """Turns texts without quotes into JSON values, with types that the arguments' schemas allow.
 
     Args:
-        text: The text between the marks of an argument.
-        schema: The JSON schema of the argument.
+        parameters: The JSON schema of all arguments, to which references in their schemas refer.
         tag_prefix: What begins each tag, such as ``<``, if lists and objects are written as tags
             within tags; empty if they are written as JSON.
     """
-    try:
-        value = _nested_value(text, schema, tag_prefix)
-        value_json = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        value_json.encode()  # fails on lone surrogates
-    except (TypeError, ValueError, RecursionError):  # Python values may not be JSON either
-        return json.dumps(text, ensure_ascii=False)
-    return value_json
 
+    def __init__(self, parameters: Mapping[str, Any], tag_prefix: str = "") -> None:
+        self._root = dict(parameters)
+        self._tag_prefix = tag_prefix
 
-def _nested_value(
-    text: str,
-    schema: Any,
-    tag_prefix: str,
-) -> Any:
-    """Return the value of a text in which lists and objects may be written as tags within tags.
+    def json_of(self, text: str, schema: Any) -> str:
+        """Return the value of the text between the marks of an argument, as JSON.
 
-    A list is ``<item>VALUE</item>...``, an object ``<NAME>VALUE</NAME>...``.
-    """
-    if not tag_prefix:
-        return _value(text, schema)
-    schema = _container_schema(schema)
-    kinds = _types_of(schema)
-    elements = _elements(text, tag_prefix)
-    may_be_container = not kinds.isdisjoint(_CONTAINERS)
-    is_empty_container = not text.strip() and may_be_container and "string" not in kinds
-    if not elements and not is_empty_container:
-        return _value(text, schema)
-    # Without elements, this is true: an empty container is a list unless it may be an object.
-    if "object" not in kinds and all(name == "item" for name, _ in elements):
-        item_schema = schema.get("items")
-        return [_nested_value(content, item_schema, tag_prefix) for _, content in elements]
-    properties = as_mapping(schema.get("properties"))
-    fields: Arguments = {}
-    for name, content in elements:
-        fields[name] = _nested_value(content, properties.get(name), tag_prefix)
-    return fields
+        A text that is neither JSON nor Python stays a text, whatever the schema says.
+        """
+        try:
+            value = self._nested_value(text, schema)
+            value_json = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            value_json.encode()  # fails on lone surrogates
+        except (TypeError, ValueError, RecursionError):  # Python values may not be JSON either
+            return json.dumps(text, ensure_ascii=False)
+        return value_json
 
+    def types_of(self, schema: Any) -> set[str]:
+        """Return the names of the JSON types that a schema allows; empty if it may allow any."""
+        try:
+            return self._types_of(schema)
+        except (TypeError, RecursionError):  # it is not valid, or is one of its own options
+            return set()
 
-def _container_schema(schema: Any) -> Mapping[str, Any]:
-    """Return the schema of a list or an object if it is one of a schema's options, or the schema.
+    def _nested_value(self, text: str, schema: Any) -> Any:
+        """Return the value of a text in which lists and objects may be written as tags within tags.
 
-    Pydantic describes an optional list as a choice of a list and null.
-    """
-    whole_schema = as_mapping(schema)
-    for option in options_of(whole_schema):
-        if not _types_of(option).isdisjoint(_CONTAINERS):
-            return as_mapping(option)
-    return whole_schema
+        A list is ``<item>VALUE</item>...``, an object ``<NAME>VALUE</NAME>...``.
+        """
+        if not self._tag_prefix:
+            return self._value(text, schema)
+        schema = self._container_schema(schema)
+        kinds = self._types_of(schema)
+        elements = _elements(text, self._tag_prefix)
+        may_be_container = not kinds.isdisjoint(_CONTAINERS)
+        is_empty_container = not text.strip() and may_be_container and "string" not in kinds
+        if not elements and not is_empty_container:
+            return self._value(text, schema)
+        # Without elements, this is true: an empty container is a list unless it may be an object.
+        if "object" not in kinds and all(name == "item" for name, _ in elements):
+            item_schema = schema.get("items")
+            return [self._nested_value(content, item_schema) for _, content in elements]
+        properties = as_mapping(schema.get("properties"))
+        fields: Arguments = {}
+        for name, content in elements:
+            fields[name] = self._nested_value(content, properties.get(name))
+        return fields
+
+    def _container_schema(self, schema: Any) -> Mapping[str, Any]:
+        """Return the schema of a list or object if it is an option of a schema, or the schema.
+
+        Pydantic describes an optional list as a choice of a list and null.
+        """
+        whole_schema = self._resolved(schema)
+        for option in options_of(whole_schema):
+            if not self._types_of(option).isdisjoint(_CONTAINERS):
+                return self._resolved(option)
+        return whole_schema
+
+    def _value(self, text: str, schema: Any) -> Any:
+        """Return the value that a text has in JSON or Python, or the text if it must be one."""
+        if text.startswith(_CDATA):
+            text = text.removeprefix(_CDATA).removesuffix("]]>")
+        kinds = self._types_of(schema)
+        if kinds == {"string"}:
+            return text
+        stripped = text.strip()
+        try:
+            value = from_json(stripped.encode(), allow_inf_nan=False)
+        except ValueError:
+            try:
+                value = ast.literal_eval(stripped)
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                return text
+        # If the schema allows strings, the text is one, unless the type of its value is allowed
+        # too.
+        if "string" in kinds and not kinds & _SCHEMA_TYPES.get(type(value), set()):
+            return text
+        return value
+
+    def _types_of(self, schema: Any) -> set[str]:
+        """Do what `types_of` does, for valid schemas only."""
+        schema = self._resolved(schema)
+        kinds = schema.get("type", ())
+        if kinds:
+            return {kinds} if isinstance(kinds, str) else set(kinds)
+        choices = schema.get("enum")
+        if isinstance(choices, list):
+            return set().union(*(_SCHEMA_TYPES.get(type(choice), set()) for choice in choices))
+        types_of_options = [self._types_of(option) for option in options_of(schema)]
+        if not all(types_of_options):
+            return set()
+        return set().union(*types_of_options)
+
+    def _resolved(self, schema: Any) -> Mapping[str, Any]:
+        """Return a schema, or the one that it refers to; an empty one if there is none."""
+        return as_mapping(resolved(self._root, schema))
 
 
 def _elements(text: str, tag_prefix: str) -> list[tuple[str, str]]:
@@ -499,42 +544,3 @@ def _element_content(
         if depth == 0:
             return text[: tag.start()]
     return text
-
-
-def _value(text: str, schema: Any) -> Any:
-    """Return the value that a text has in JSON or Python, or the text if it must be a string.
-
-    A text that is neither JSON nor Python stays a text, whatever the schema says.
-    """
-    if text.startswith(_CDATA):
-        text = text.removeprefix(_CDATA).removesuffix("]]>")
-    kinds = _types_of(schema)
-    if kinds == {"string"}:
-        return text
-    stripped = text.strip()
-    try:
-        value = from_json(stripped.encode(), allow_inf_nan=False)
-    except ValueError:
-        try:
-            value = ast.literal_eval(stripped)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return text
-    # If the schema allows strings, the text is one, unless the type of its value is allowed too.
-    if "string" in kinds and not kinds & _SCHEMA_TYPES.get(type(value), set()):
-        return text
-    return value
-
-
-def _types_of(schema: Any) -> set[str]:
-    """Return the names of the JSON types that a schema allows; empty if it may allow any."""
-    schema = as_mapping(schema)
-    kinds = schema.get("type", ())
-    if kinds:
-        return {kinds} if isinstance(kinds, str) else set(kinds)
-    choices = schema.get("enum")
-    if isinstance(choices, list):
-        return set().union(*(_SCHEMA_TYPES.get(type(choice), set()) for choice in choices))
-    types_of_options = [_types_of(option) for option in options_of(schema)]
-    if not all(types_of_options):
-        return set()
-    return set().union(*types_of_options)
