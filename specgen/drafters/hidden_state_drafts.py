@@ -394,7 +394,7 @@ class HiddenStateDraft(LoadedDraft):
         return n_branches + 1 if self._target.n_window > 0 else n_branches
 
     def _n_branches(self, n_rows: int) -> int:
-        """Return the number of branches: one for each node of a tree, and one for the text."""
+        """Return the number of branches: one for the text and, in a tree, one for each node."""
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
     def _context_size(self, spec: ContextSpec) -> DraftContextSize:
