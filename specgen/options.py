@@ -6,6 +6,7 @@ An option is a field that is declared with `option_fields.option`. The options o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -373,7 +374,10 @@ def parse_size(text: str) -> int:
     number, unit, binary = match.groups()
     base = 1024 if binary else 1000
     exponent = " kmgt".index(unit or " ")
-    return int(float(number) * base**exponent)
+    n_bytes = float(number) * base**exponent
+    if math.isinf(n_bytes):
+        raise ValueError("the size is too large: give one like 500M or 20G")
+    return int(n_bytes)
 
 
 def parse_weights_memory(text: str) -> WeightsMemory:

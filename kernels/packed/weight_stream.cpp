@@ -173,7 +173,7 @@ void WeightStream::begin(StreamedMatrix &matrix) {
     current_ = &matrix;
     wanted_.notify_all();
     // Page faults would read it, too, but in small pieces. They have to if the readers get no
-    // further with this matrix: graphs of several threads may take turns, or the disk be stuck.
+    // further with this matrix: graphs of several threads may take turns, or the disk may be stuck.
     size_t before = 0;
     do {
         before = matrix.read_bytes();
@@ -300,6 +300,7 @@ bool WeightStream::read_file(char *into, const char *place, size_t bytes) {
     return true;
 }
 
+// Map the file at a part's place again, which frees the memory that it was read into.
 void WeightStream::drop(StreamedPart &part) {
     if (part.copy != nullptr) munmap(part.copy, part.bytes);
     part.copy = nullptr;

@@ -320,7 +320,7 @@ struct AmxProducts {
         with_weights<Avx512Vnni>(type, [=](auto weights) {
             if constexpr (weights.is_quantized) {
                 weights.prepare(values, n_inputs, static_cast<int32_t *>(tile), n_columns, column,
-                                true);
+                                /*for_amx=*/true);
             }
         });
     }

@@ -690,7 +690,8 @@ bool reaches_the_right_rows(const Problem &p, const Difference &d, Place place, 
     return good;
 }
 
-// An infinity or a NaN reaches exactly the rows and heads that attend to it, and makes them NaN.
+// An infinity or a NaN reaches only the rows and heads that attend to it. A NaN, or an infinity in
+// a value, makes all of them NaN.
 template <class V>
 bool check_not_finite() {
     bool good = true;

@@ -71,6 +71,7 @@ struct Inputs {
         n_groups = std::max<int64_t>(1, n_groups);
         n_threads = n_groups > 1 ? 2 : 1;
         weights = allocate(bytes());
+        // With this mask, no float16 scale is infinite, NaN or negative.
         for (size_t i = 0; i < bytes(); i++) {
             weights[i] = static_cast<char>((i * 2654435761U) >> 13 & 0x3b);
         }

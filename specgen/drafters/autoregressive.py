@@ -184,7 +184,7 @@ class ModelDrafter(Drafter):
             for node in nodes:
                 position = n_cells + tree.depths[node]
                 sequence = cache.sequence_of(node, tree.parents[node], position)
-                batch.add(tree.tokens[node], position, (sequence,), True)
+                batch.add(tree.tokens[node], position, (sequence,), wants=True)
             rows = yield Ask(self._backend, batch, self._costs)
             update_width()
             return rows[:, : self._n_shared_tokens]

@@ -99,7 +99,7 @@ class DflashDrafter(HiddenStateDrafter):
             end = min(n_decoded, cache.n_held + self._backend.n_batch)
             for index in range(cache.n_held, end):
                 position = index - cache.n_skipped
-                batch.add(context[index], position, (self._branches.first,), False)
+                batch.add(context[index], position, (self._branches.first,), wants=False)
                 batch.hidden.append(self.hidden_states.after(index))
             yield Ask(self._backend, batch, self._fill_costs)
             cache.n_held = end

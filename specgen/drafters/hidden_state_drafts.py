@@ -156,7 +156,9 @@ class HiddenStateCache:
             for index in range(start, batch_end):
                 n_beyond = index - len(context)
                 token = context[index] if n_beyond < 0 else drafted[n_beyond]
-                batch.add(token, index - self.n_skipped, (self._sequence,), index == end - 1)
+                is_last = index == end - 1
+                position = index - self.n_skipped
+                batch.add(token, position, (self._sequence,), wants=is_last)
                 if index <= n_decoded:
                     batch.hidden.append(self._hidden_states.after(index - 1))
                 else:
@@ -282,7 +284,7 @@ class HiddenStateDrafter(Drafter):
     ) -> Decoding:
         """Decode a token with the state before it; return the logits, float32[1, n_vocab]."""
         batch = Batch()
-        batch.add(token, position, (self._branches.first,), True)
+        batch.add(token, position, (self._branches.first,), wants=True)
         batch.hidden.append(state)
         return (yield Ask(self._backend, batch, self._costs))
 
@@ -353,7 +355,7 @@ class LayerDrafter(HiddenStateDrafter):
                 parent = draft.parents[node]
                 position = n_cells + draft.depths[node]
                 sequence = cache.sequence_of(node, parent, position)
-                batch.add(draft.tokens[node], position, (sequence,), True)
+                batch.add(draft.tokens[node], position, (sequence,), wants=True)
                 batch.hidden.append(states[parent])
             rows: Logits = yield Ask(backend, batch, self._costs)
             for node, (sequence,) in zip(nodes, batch.sequences, strict=True):
@@ -392,7 +394,7 @@ class HiddenStateDraft(LoadedDraft):
         return n_branches + 1 if self._target.n_window > 0 else n_branches
 
     def _n_branches(self, n_rows: int) -> int:
-        """Return the number of branches: one for each node of a tree, and one for the text."""
+        """Return the number of branches: one for the text and, in a tree, one for each node."""
         return n_rows + 1 if self._grows_trees and self.why_chains is None else 1
 
     def _context_size(self, spec: ContextSpec) -> DraftContextSize:

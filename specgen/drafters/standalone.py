@@ -199,7 +199,7 @@ class StandaloneDraft(LoadedDraft):
         return n_native_sequences(self.model, self._n_branches(n_rows))
 
     def _n_branches(self, n_rows: int) -> int:
-        """Return the number of branches: one for each node of a tree, and one for the text."""
+        """Return the number of branches: one for the text and, in a tree, one for each node."""
         return n_rows + 1 if self._decodes_branches else 1
 
     def contexts(self, spec: ContextSpec) -> tuple[LlamaBackend, ...]:

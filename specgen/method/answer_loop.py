@@ -263,7 +263,7 @@ class AnswerLoop(Loop):
         lengths_to_stops = [stop - start for stop in answer.prefill_stops if stop > start]
         n_tokens = min([n_max, *lengths_to_stops])
         for offset, token in enumerate(answer.tokens[start : start + n_tokens]):
-            batch.add(token, start + offset, (first,), False)
+            batch.add(token, start + offset, (first,), wants=False)
         is_last = start + n_tokens >= len(answer.tokens)
         batch.wants_logits[-1] = is_last
         return is_last

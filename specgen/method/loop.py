@@ -263,7 +263,8 @@ class Loop:
             batch_end = min(end, start + self.target.n_batch)
             batch = Batch()
             for position in range(start, batch_end):
-                batch.add(answer.tokens[position], position, (answer.branches.first,), False)
+                token = answer.tokens[position]
+                batch.add(token, position, (answer.branches.first,), wants=False)
             self.decode_text(answer, batch)
             start = batch_end
         # The time of a round's batch does not include this one.

@@ -176,9 +176,17 @@ class RoundPlan:
         """
         has_room_after = n_drafted + 1 < self.n_max
         if n_drafted < self.n_given:
-            return DraftStep(True, has_room_after, cumulative_acceptance)
+            return DraftStep(
+                keep_token=True,
+                continue_drafting=has_room_after,
+                cumulative_acceptance=cumulative_acceptance,
+            )
         if n_drafted >= self.n_max:
-            return DraftStep(False, False, cumulative_acceptance)
+            return DraftStep(
+                keep_token=False,
+                continue_drafting=False,
+                cumulative_acceptance=cumulative_acceptance,
+            )
         step = self.stop.after_draft_step(
             n_drafted - self.n_given,
             cumulative_acceptance,
@@ -186,7 +194,7 @@ class RoundPlan:
         )
         if has_room_after:
             return step
-        return DraftStep(step.keep_token, False, step.cumulative_acceptance)
+        return replace(step, continue_drafting=False)
 
 
 @dataclass(slots=True)

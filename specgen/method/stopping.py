@@ -60,7 +60,11 @@ class StoppingRule:
         """
         cumulative_acceptance *= confidence
         keep_token = confidence >= self.p_min and cumulative_acceptance >= self.bound
-        return DraftStep(keep_token, True, cumulative_acceptance)
+        return DraftStep(
+            keep_token=keep_token,
+            continue_drafting=True,
+            cumulative_acceptance=cumulative_acceptance,
+        )
 
     def cut(self, draft: Draft) -> Draft:
         """Return the part of a draft that is worth verifying.
@@ -103,14 +107,22 @@ class CostAwareStopping(StoppingRule):
     ) -> DraftStep:
         """Decide about the next token by the time that it and further draft steps should save."""
         if not self.values:
-            return DraftStep(False, False, cumulative_acceptance)
+            return DraftStep(
+                keep_token=False,
+                continue_drafting=False,
+                cumulative_acceptance=cumulative_acceptance,
+            )
         cumulative_acceptance *= self.rates(self.origin, 0).acceptance(confidence)
         row_s = self.extra_s[n_drafted + 1] - self.extra_s[n_drafted]
         gain_s = cumulative_acceptance * self.token_s - row_s
         next_step_s = self.value(n_drafted + 1, cumulative_acceptance)
         # A token that costs more than it saves may still be worth keeping for those after it.
         keep_token = confidence >= self.p_min and gain_s + max(0.0, next_step_s) > 0.0
-        return DraftStep(keep_token, next_step_s > 0.0, cumulative_acceptance)
+        return DraftStep(
+            keep_token=keep_token,
+            continue_drafting=next_step_s > 0.0,
+            cumulative_acceptance=cumulative_acceptance,
+        )
 
     def value(
         self,

@@ -66,7 +66,7 @@ class StoredModel:
 
 
 def _ollama_models() -> Iterator[StoredModel]:
-    """Yield Ollama's models. A manifest for each names the files, which are called by digests."""
+    """Yield Ollama's models. Each has a manifest, which lists the digests that name its files."""
     given = os.environ.get("OLLAMA_MODELS", "").strip().strip("\"'")
     folders = [path_of(given)] if given else []
     folders += [_home() / ".ollama" / "models", _OLLAMA_SERVICE]

@@ -124,7 +124,7 @@ def _reporting_to(report: Report, size_bytes: int) -> Any:
             total: int = 0,
             **__: object,
         ) -> None:
-            super().__init__(self)
+            super().__init__(self)  # `with Reporting(...) as bar` gives the object itself
             self._done_bytes = initial
             self._total_bytes = size_bytes or total or 0
 

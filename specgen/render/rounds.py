@@ -104,6 +104,7 @@ class RoundsRenderer(Renderer):
         self._print(self._faint(_HEADING))
 
     def _print_round(self, round_events: Round) -> None:
+        """Print the line of a round, and the remarks that belong below it."""
         event = round_events.committed
         # The branch that the target's token replaced is printed within the line, before that token.
         # The other rejected branches are printed below the line.
@@ -115,7 +116,7 @@ class RoundsRenderer(Renderer):
         self._print_tokens(self._faint(start), tokens)
         self._print_other_branches(round_events, inline)
 
-        # Say why so much or nothing was drafted, and what a second draft guessed, if that is new.
+        # Say why this much, or nothing, was drafted, and what a second draft guessed, if it is new.
         reason_text = event.reason_text or ""
         is_new_reason = event.reason not in (None, self._last_reason)
         if is_new_reason and not round_events.nodes:

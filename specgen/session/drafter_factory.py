@@ -340,7 +340,7 @@ def draft_sampling(
             top_k = target.top_k
         return replace(target, temperature=temperature, top_k=top_k)
     if can_branch:
-        # Siblings are the likeliest tokens at a position: samplers such as top-p would cut them off
+        # Siblings are the likeliest tokens at a position. Samplers such as top-p would drop them.
         per_token = tuple(name for name in target.samplers if name in _PER_TOKEN_SAMPLERS)
         n_guesses = _N_GUESSES
         if drafting.tree.is_fixed:

@@ -203,7 +203,7 @@ class _TextReader:
         for index, token in enumerate(new_tokens):
             if len(self._batch) == self._context.n_batch:
                 yield from self.decode()
-            self._batch.add(token, self._n_tokens, (0,), index == last)
+            self._batch.add(token, self._n_tokens, (0,), wants=index == last)
             self._n_tokens += 1
         if new_tokens:
             self._positions.append(position)

@@ -144,6 +144,7 @@ def test_a_port_that_is_taken(models: Path, specgen: Specgen) -> None:
         (("--cors-origin", "example.org"), "--cors-origin example.org: not an origin"),
         (("--memory", "2GB"), "--memory needs --models"),
         (("--memory", "much"), "'much' is not a size"),
+        (("--memory", "9" * 400), "--memory: the size is too large"),
         (("--models", "."), "--target"),
         (("--models", ".", "--alias", "a"), "--alias"),
     ],

@@ -92,7 +92,7 @@ def _try_context(
             for sequence, offset in itertools.product(range(n_sequences), range(n_rows)):
                 position = start + offset
                 token = position  # any valid token will do
-                batch.add(token, position, (sequence,), True)
+                batch.add(token, position, (sequence,), wants=True)
             yield f"decoding {len(batch)} rows" if len(batch) > 1 else "decoding a row"
             backend.decode(batch)
 

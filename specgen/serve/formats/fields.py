@@ -145,7 +145,8 @@ class Fields(BaseModel):
                 values = [values]
             for value in values:
                 if isinstance(value, Fields):
-                    yield from ((f"{name}.{inner}", reason) for inner, reason in value.ignored())
+                    for inner_name, reason in value.ignored():
+                        yield f"{name}.{inner_name}", reason
 
     def _why_ignored(self, name: str) -> str:
         """Return the reason why a field of this object is ignored."""

@@ -1,6 +1,6 @@
 // The tile instructions of AMX for CPUs without it, with the registers in memory: see
-// vectors/avx512_vnni.h in this folder. kernels/products/amx_instructions.h is the original, and explains
-// what each one does.
+// vectors/avx512_vnni.h in this folder. kernels/products/amx_instructions.h is the original, and
+// explains what each one does.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,7 @@
-// The operations of Avx512Vnni that products of packed weights need, in plain C++: one lane after the
-// other. With this folder before kernels/ among the folders of headers, products for AVX-512 and AMX
-// run on every x86-64 CPU, slowly. kernels/vectors/avx512_vnni.h is the original, and explains the names.
+// The operations of Avx512Vnni that products of packed weights need, in plain C++: one lane after
+// the other. With this folder before kernels/ among the folders of headers, products for AVX-512
+// and AMX run on every x86-64 CPU, slowly. kernels/vectors/avx512_vnni.h is the original, and
+// explains the names.
 #pragma once
 
 #include <immintrin.h>

@@ -18,9 +18,14 @@ from specgen.text.grammar.free_text import ANY
 #: How arguments are written: as one value in a `Style`, or as pairs of key and value in tags.
 ArgumentsStyle: TypeAlias = Literal[Style, "pairs"]
 
+#: Matches the first tag or word of a text: `<tag>`, `[TAG]` or MiniMax's `]<]mm[>[<tag>`. Of a tag
+#: with attributes, it matches the name.
 _MARK = re.compile(r"\]<\]\S+?\[>\[<[^<>\s]*>|\[[A-Z_]+\]|<[^<>\s]*>|<[^<>\s]+|[^\s{\[]+")
+#: Matches a mark whose name shows that nothing but calls follows it, such as `<tool_call>`.
 _MARK_OF_CALLS_ONLY = re.compile(r"(?i)(?:tool|call|func|action).*[>\]=]$")
+#: Matches the id of a call and the tag before it, as in Mistral's `[CALL_ID]abc`.
 _MARKED_ID = re.compile(rf"\[[A-Z_]+\]{ANY}")
+#: Matches a text in the form of a control token.
 _CONTROL_TOKEN = re.compile(r"\]<\][^<>\s]+\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]")
 #: Llama's own mark of a call, which its template does not write.
 PYTHON_TAG: Final = "<|python_tag|>"
@@ -49,7 +54,7 @@ class ArgumentPair:
 
     @property
     def tag_prefix(self) -> str:
-        """What begins each tag, if lists and objects are tags within tags; empty if JSON."""
+        """The beginning of each tag if lists and objects are tags, too; empty if they are JSON."""
         if ANY not in self.closing:
             return ""
         return self.opening.lstrip()

@@ -434,7 +434,7 @@ class ToolCallParser:
             if object_start is NoMatch.UNCLEAR:
                 return object_start
             if isinstance(object_start, int):
-                begin = object_start or begin
+                begin = max(begin, object_start)
         start = skip_space(text, begin)
         if start == len(text):
             return NoMatch.UNCLEAR

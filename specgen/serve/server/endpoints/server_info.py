@@ -192,7 +192,8 @@ def _settings(model: ServedModel) -> Json:
 
 def _slot_state(model: ServedModel, slot: Slot) -> Json:
     """Return the state of a slot; the counts are 0 if it is free."""
-    answer = slot.request.answer if slot.request is not None else None
+    request = slot.request  # read only once: the engine's thread may free the slot at any time
+    answer = None if request is None else request.answer
     state: Json = {
         "id": slot.number,
         "model": model.name,
