@@ -355,6 +355,7 @@ def test_the_list_of_commands_has_the_first_line_of_each_commands_help() -> None
 
 def test_names_of_models_and_pairs_are_completed() -> None:
     assert "qwen2.5-coder-1.5b" in flags.model_names("qwen2.5-coder-1")
+    assert "qwen2.5-coder-smollm2" in flags.pair_names("qwen")
     assert all(name.startswith("qwen") for name in flags.pair_names("qwen"))
     assert flags.draft_names("ngr") == ["ngram"]
     for name in ("run", "chat"):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import jsonschema
 import pytest
 from llama_cpp import llama_cpp
 
@@ -209,7 +210,6 @@ SCHEMA = {
 def test_answers_conform_to_a_schema_with_and_without_drafts(
     cli: Cli, tmp_path: Path, temperature: str
 ) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
     file = tmp_path / "schema.json"
     file.write_text("\ufeff" + json.dumps(SCHEMA), encoding="utf-8")  # some editors write a BOM
     own = ("-n", "400", "--temp", temperature, "--seed", "5", "--verifier", "match")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llama_cpp import Llama
 
 from specgen.errors import ModelFileError
 from specgen.llama import LlamaModel
@@ -55,9 +56,8 @@ def embedder(file: Path) -> Iterator[Embedder]:
 
 
 def test_vectors_are_those_of_llama_cpp(embedder: Embedder, file: Path) -> None:
-    binding = pytest.importorskip("llama_cpp")
     same = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "verbose": False}
-    with closing(binding.Llama(str(file), embedding=True, n_ctx=N_CTX, **same)) as other:
+    with closing(Llama(str(file), embedding=True, n_ctx=N_CTX, **same)) as other:
         for text in TEXTS:
             vector = np.asarray(other.embed(text), np.float32)
             expected = unit(vector if vector.ndim == 1 else vector.mean(axis=0))

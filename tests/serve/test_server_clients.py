@@ -75,7 +75,7 @@ def test_what_editors_send(server: Running, name: str) -> None:
         assert body["content"] == ""
     else:
         ignored = [each.partition(":")[0] for each in body["warnings"]]
-        assert ignored == ["samplers", *(each for each in ("lora",) if each in EDITORS[name])]
+        assert ignored == (["samplers", "lora"] if "lora" in EDITORS[name] else ["samplers"])
 
 
 def test_an_answer_of_no_tokens_warms_the_cache_up(server: Running) -> None:
@@ -198,14 +198,14 @@ def test_a_character_cut_in_two_is_answered(server: Running) -> None:
 # --- log-probabilities ----------------------------------------------------------------------------
 
 
-def exact(server: Running, tokens: list[int]) -> list[list[float]]:
-    """The log-probabilities behind each of the tokens, from answers to all beginnings."""
+def exact(server: Running, tokens: list[int]) -> list[dict[int, float]]:
+    """The log-probabilities after each token, from answers to all prefixes."""
     found = []
     for n in range(1, len(tokens)):
         body = {"prompt": tokens[:n], "max_tokens": 1, "logit_bias": {}, "n_probs": 100}
         (entry,) = server.post("/completion", **body).json()["completion_probabilities"]
         found.append({top["id"]: top["logprob"] for top in entry["top_logprobs"]})
-    return found  # type: ignore[return-value]
+    return found
 
 
 @pytest.mark.parametrize("n_tokens", [0, 1])
@@ -238,8 +238,8 @@ def test_a_prompts_log_probabilities(server: Running, n_tokens: int, streams: bo
     for place, probabilities in enumerate(exact(server, tokens), 1):
         own, tops = found["token_logprobs"][place], found["top_logprobs"][place]
         assert found["tokens"][place] in tops
-        assert own == pytest.approx(probabilities.get(tokens[place], own), abs=1e-4)  # type: ignore[attr-defined]
-        best = sorted(probabilities.values(), reverse=True)[:3]  # type: ignore[attr-defined]
+        assert own == pytest.approx(probabilities.get(tokens[place], own), abs=1e-4)
+        best = sorted(probabilities.values(), reverse=True)[:3]
         assert sorted(tops.values(), reverse=True)[:3] == pytest.approx(best, abs=1e-4)
     for offset, token in zip(found["text_offset"], found["tokens"], strict=True):
         assert "\\x" in token or said[offset:].startswith(token)
