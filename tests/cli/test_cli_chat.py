@@ -90,7 +90,7 @@ def test_a_chat_continues_after_an_empty_answer(chat: Chat, tmp_path: Path) -> N
     ]
 
 
-def test_the_turns_are_those_of_the_model_s_template_and_decode_only_what_is_new(
+def test_the_turns_follow_the_models_template_and_decode_only_what_is_new(
     chat: Chat, specgen: Specgen, chat_models: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.txt"
@@ -377,7 +377,7 @@ def wait_for(name: str, n: int) -> list[tuple[str, str | None]]:
 
 
 @posix
-def test_typing(terminal: Terminal, chat: Chat) -> None:
+def test_lines_pastes_and_earlier_messages_can_be_typed(terminal: Terminal, chat: Chat) -> None:
     child = terminal("--session", "typed")
     child.send("the cat\r")
     answer = chat(lines="the cat\n", draft="none").out

@@ -210,7 +210,9 @@ def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
         assert "a pipe or a device" in complaint(tmp_path / "pipe.gguf")
 
 
-def test_a_model_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_larger_than_memory_is_a_memory_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_tiny_model(tmp_path / "large.gguf", TinyConfig())
     reason = "failed to allocate CPU buffer of size 996893184"
     monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", lambda *_: None)

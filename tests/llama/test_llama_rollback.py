@@ -338,7 +338,7 @@ def test_a_recurrent_state_is_not_shared_and_has_no_gaps(opened: Opener) -> None
     assert backend.length(1) == 0
 
 
-def test_snapshots_that_do_not_fit_the_memory_are_done_without(
+def test_snapshots_that_do_not_fit_into_memory_are_left_out(
     monkeypatch: pytest.MonkeyPatch, opened: Opener
 ) -> None:
     class Machine:

@@ -406,7 +406,7 @@ def test_an_interruption_keeps_the_samples_so_far(models: Path) -> None:
     assert not result.is_defect
 
 
-def test_verdicts() -> None:
+def test_the_verdict_follows_from_the_results() -> None:
     equal = GreedyResult(1, "fixed", 1, 5, 3, 2)
     at_once = replace(equal, n_at_once=3)
     place = SampledResult(1, "fixed", 9, 3, 100, 0, 50, 20, 1e-4, GTest(1.0, 2, 0.5, 0))

@@ -207,7 +207,7 @@ def test_a_model_that_fails_to_close_makes_room(
         assert server.notes.count("unloaded a") == 2
 
 
-def test_requests_that_come_while_the_server_ends(files: Path) -> None:
+def test_requests_are_refused_while_the_server_ends(files: Path) -> None:
     """On a connection that was open before, for example."""
     with serving(files) as server:
         server.ask("a")
@@ -294,7 +294,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(files: Path) 
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_unknown_names(files: Path, path: str) -> None:
+def test_unknown_names_are_refused_with_the_known_ones(files: Path, path: str) -> None:
     with serving(files) as server:
         answer = server.http.post(path, json={"model": "d", "prompt": "x", "content": "x"})
         assert answer.status_code == 404
@@ -309,7 +309,7 @@ def test_unknown_names(files: Path, path: str) -> None:
         assert server.loads == []
 
 
-def test_models_that_are_not_loaded_in_anthropics_form(files: Path) -> None:
+def test_unloaded_models_are_listed_in_anthropics_form(files: Path) -> None:
     with serving(files) as server:
         with anthropic.Anthropic(base_url=str(server.http.base_url), api_key="none") as client:
             models = list(client.models.list())
@@ -320,7 +320,7 @@ def test_models_that_are_not_loaded_in_anthropics_form(files: Path) -> None:
         assert server.loads == []
 
 
-def test_a_client_that_goes_away_while_it_waits(files: Path) -> None:
+def test_a_client_that_goes_away_while_it_waits_loads_nothing(files: Path) -> None:
     with serving(files, n_loaded=1) as server:
         with server.busy("a"):
             with pytest.raises(httpx.ReadTimeout):

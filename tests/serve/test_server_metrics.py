@@ -23,7 +23,7 @@ def server(tmp_path: Path) -> Iterator[Running]:
         yield server
 
 
-def test_they_are_the_sums_of_all_answers(server: Running) -> None:
+def test_metrics_are_the_sums_of_all_answers(server: Running) -> None:
     bodies: list[dict[str, Any]] = [
         server.post("/v1/completions", prompt=prompt).json() for prompt in PROMPTS
     ]

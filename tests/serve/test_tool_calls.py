@@ -413,7 +413,7 @@ def test_the_form_is_found_by_rendering_the_template(name: str) -> None:
 
 
 @pytest.mark.parametrize("template", ["", "{{ messages }}", UNKNOWN, "{{ tools.x.y }}", "{% tools"])
-def test_a_form_that_is_not_known(template: str) -> None:
+def test_a_template_with_an_unknown_form_has_none(template: str) -> None:
     assert form_of(template) is None
 
 

@@ -175,7 +175,7 @@ def test_concurrent_answers_are_the_same_as_alone(
         (FIXED, SamplerOptions()),
     ],
 )
-def test_with_trees_and_seeds_too(
+def test_answers_with_trees_and_seeds_are_the_same_as_alone(
     models: Path, costs: VirtualTime, tree: TreeShape, sampler: SamplerOptions
 ) -> None:
     with engine_of(models, costs, 4, sampler=sampler, drafting={"tree": tree}) as (loaded, engine):

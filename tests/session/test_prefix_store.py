@@ -433,7 +433,9 @@ def test_a_store_that_cannot_be_used_changes_nothing(
     assert bool(stored(folder)) == (problem == "seen")
 
 
-def test_a_model_that_is_replaced_while_it_is_in_use(models: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_replaced_while_in_use_keeps_its_own_entries(
+    models: Path, tmp_path: Path
+) -> None:
     """What is stored belongs to the file that was loaded, and not to the one that has its name by
     then.
     """
