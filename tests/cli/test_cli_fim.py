@@ -125,16 +125,16 @@ def test_texts_from_files_and_from_standard_input(
     fim: Fim, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write("before.txt", "the cat ")
-    write("behind.txt", " the mat")
-    before, behind = ("--prefix-file", "before.txt", "--json"), ("--suffix-file", "behind.txt")
-    assert prompt_of(fim(*before, *behind)) == between("the cat ", " the mat")
+    write("after.txt", " the mat")
+    before, after = ("--prefix-file", "before.txt", "--json"), ("--suffix-file", "after.txt")
+    assert prompt_of(fim(*before, *after)) == between("the cat ", " the mat")
     assert prompt_of(fim(*before)) == between("the cat ", "")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a dog ")))
-    piped = fim("--prefix-file", "-", *behind, "--json")
+    piped = fim("--prefix-file", "-", *after, "--json")
     assert prompt_of(piped) == between("a dog ", " the mat")
-    found = prompt_of(fim(*before, "--context-file", "behind.txt"))
+    found = prompt_of(fim(*before, "--context-file", "after.txt"))
     assert found == (
-        f"<|repo_name|>{tmp_path.name}\n<|file_sep|>behind.txt\n the mat<|file_sep|>before.txt\n"
+        f"<|repo_name|>{tmp_path.name}\n<|file_sep|>after.txt\n the mat<|file_sep|>before.txt\n"
         + between("the cat ", "")
     )
 

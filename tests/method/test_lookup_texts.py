@@ -206,7 +206,7 @@ def test_the_oldest_texts_go(tmp_path: Path) -> None:
     for first in range(6):
         store.add([first] * 3)
     assert kept_texts(store) == [[3] * 3, [4] * 3, [5] * 3]
-    # Of a text that is too large the end is kept.
+    # The end of a text that is too large is kept.
     store.add(list(range(100)))
     assert kept_texts(store) == [list(range(88, 100))]
 

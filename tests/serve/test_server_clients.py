@@ -98,7 +98,7 @@ def test_an_answer_ends_before_a_line_with_less_indentation(server: Running) -> 
 
 @pytest.mark.parametrize("prompt", ["the cat is ", ""])
 def test_a_gap_is_filled_alike_in_every_form(server: Running, prompt: str) -> None:
-    """At the beginning of a file, no text is before the gap."""
+    """Also at the beginning of a file, where there is no text before the gap."""
     asked: dict[str, Any] = {"prompt": prompt, "suffix": " the house"}
     gap = {"input_prefix": prompt, "input_suffix": " the house"}
     middle = server.post("/infill", n_predict=8, **gap).json()["content"]

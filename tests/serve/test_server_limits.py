@@ -160,13 +160,13 @@ def test_a_time_limit_ends_an_answer(model: Path) -> None:
 
 
 def test_a_client_that_does_not_read_is_disconnected(model: Path) -> None:
-    """Others are answered meanwhile, and in the end it is let go of, with its answers."""
+    """Others are answered meanwhile. Its answer is cancelled, and its connection closed."""
     options = ServerOptions(port=0, limits=Limits(client_s=3.0))
     with (
         running(session_of(model, max_tokens=-1), options, n_parallel=2, n_ctx=8192) as server,
         _connected(server, n_received=4096) as slow,
     ):
-        # The most that can be said of each token, so that it does not fit the system's buffers.
+        # As much as possible about each token, so that it does not fit into the system's buffers.
         _ask(slow, prompt="x", ignore_eos=True, stream=True, logprobs=100)
         wait_until(lambda: server.metric("requests_processing") == 1, "the request")
         fast = server.post("/v1/completions", prompt="the cat", max_tokens=8)
@@ -399,7 +399,7 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
 
 
 def test_closed_connections_are_forgotten(server: Running) -> None:
-    """Not only when the time for the next head is over."""
+    """Immediately, and not only when the time for the next head is over."""
     n_before = _n_in_memory(RequestResponseCycle)
     for _ in range(20):
         with _connected(server) as closed:

@@ -409,7 +409,7 @@ def test_a_store_that_cannot_be_used_changes_nothing(
         raise OSError(errno.ENOSPC if problem == "full" else errno.EROFS, "no room, or no right")
 
     def evicted(saved: SavedText, *where: Any) -> RestoreResult:
-        saved.path.unlink()  # by another process, behind the search
+        saved.path.unlink()  # as another process might, after the search
         return restore(saved, *where)
 
     if problem == "no folder":

@@ -139,7 +139,7 @@ def test_a_single_wrong_byte_is_reported(copy: Path, offset: int, value: int) ->
 
 
 def test_prompts_that_are_too_long_are_left_out_each_time(tmp_path: Path) -> None:
-    """Of the prompts left for a second command, all are too long."""
+    """All prompts that are left for a second command are too long."""
     config = TinyConfig(logit_scale=6, n_ctx_train=256)
     short = prompts(20)
     few_long = [*short, "a b " * 150]
