@@ -18,6 +18,7 @@ draft model, with n-grams and with both, and for sampling at temperature 1. With
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -76,6 +77,7 @@ class ConstantMeasurements(MeasurementStore):
 
 
 def main() -> int:
+    argparse.ArgumentParser(description="Measure the overhead of specgen's own code.").parse_args()
     greedy = SamplerOptions()
     random = SamplerOptions(1.0, seed=1)
     with tempfile.TemporaryDirectory() as folder:

@@ -12,6 +12,7 @@ Prints a table on stderr and one JSON object on stdout.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import timeit
@@ -59,6 +60,7 @@ CHAINS = {
 
 
 def main() -> int:
+    argparse.ArgumentParser(description="Measure the time of samplers.").parse_args()
     result = {
         "unit": "microseconds per row",
         "samplers": {name: sizes(options) for name, options in (ALONE | CHAINS).items()},

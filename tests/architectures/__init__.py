@@ -1,1 +1,1 @@
-"""The test tier of all architectures that llama.cpp runs: `make architectures`."""
+"""Tests of all architectures that llama.cpp supports: `make architectures`."""

@@ -35,8 +35,8 @@ PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with t
 PROMPTS = (PROMPT, "the cat is in the house of the", "a", PROMPT[20:70])
 BATCHES = (2, 3, 8, 16, 33)
 N_TOKENS = 20
-#: llama.cpp's own code may always move a row by this, beside what batches move it by: it reads
-#: activation functions (GELU) from tables of f16, and sums up values of an f16 cache in f16.
+#: llama.cpp's own code may always move a row by this, in addition to what batches move it by: it
+#: reads activation functions (GELU) from tables of f16, and sums up values of an f16 cache in f16.
 ROUNDING = 0.03
 #: Threads for texts, and for comparing rows: each computes a part of every row.
 N_THREADS, N_THREADS_ROWS = 1, 2
@@ -207,7 +207,7 @@ def _moved(backend: LlamaBackend) -> dict[str, float]:
     alone = _along(backend, text, 1)
     _require(bool(np.isfinite(alone).all()), "rows are not finite")
     ways = {f"batches of {size}": _along(backend, text, size) for size in BATCHES}
-    ways["behind a prompt"] = _along(backend, text, 1, n_prompt=len(text) - 8)
+    ways["after a prompt"] = _along(backend, text, 1, n_prompt=len(text) - 8)
     moved: dict[str, float] = {}
     for how, found in ways.items():
         pairs = [*zip(found, alone[-len(found) :], strict=True)]

@@ -1,11 +1,11 @@
-"""The checks of one architecture in a process of its own, as lines of JSON on stdout::
+"""Run the checks of one architecture, and print lines of JSON.
 
     python -m tests.architectures.child \\
         '{"name": ..., "folder": ..., "wrong": ..., "cache": ..., "todo": [...]}'
 
-`todo` lists (type, who computes, check). Each line is about one of them: it begins, or this came of
-it. So whoever reads knows what a crash of llama.cpp ended. Where specgen's kernels cannot be used,
-llama.cpp's own code alone is checked.
+`tests/architectures/run.py` starts it. `todo` lists (type, who computes, check). Each check has two
+lines: one when it begins and one with its result. So the reader knows which check was running when
+llama.cpp crashed. If specgen's kernels cannot be used, only llama.cpp's are checked.
 """
 
 from __future__ import annotations

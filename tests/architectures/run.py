@@ -1,10 +1,10 @@
-"""Runs the checks over all architectures::
+"""Run the checks on all architectures.
 
     python -m tests.architectures.run FOLDER [--only NAME ...] [--results FILE]
 
-FOLDER holds the models that scripts/build_architectures.py wrote. Each architecture has a process
-of its own, so that an abort of llama.cpp ends one check and not the tier. Fails where a check fails
-that is no known exception (tests/architectures/exceptions.py), and where a known exception works.
+FOLDER has the models that scripts/build_architectures.py wrote. Each architecture is checked in a
+separate process, so that a crash of llama.cpp ends only one check. Fails if a check fails that is
+not a known exception (tests/architectures/exceptions.py), or if a known exception passes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 
 from tests.architectures.exceptions import EXCEPTIONS, KINDS, WHO, exception_for
 
-#: In the order in which they are made (`tests.architectures.checks.CHECKS`).
+#: In the order in which they are run (`tests.architectures.checks.CHECKS`).
 CHECKS = (
     *("load", "n-gram", "model", "wrong draft", "tree", "full context", "four sequences"),
     *("rows", "fuzz"),
 )
-#: Seconds without a word until a check counts as hanging.
+#: The seconds after which a child process counts as hanging.
 TIMEOUT_S = 300.0
-#: A few that have what others have not: sinks, experts, latent attention, windows, states.
+#: A few that have what others lack: sinks, experts, latent attention, windows, states.
 PART = (
     *("llama", "gpt-oss-moe", "qwen3moe-moe", "qwen35moe-moe", "gemma3n", "gemma4", "lfm2"),
     *("deepseek2-moe", "mamba2", "falcon-h1", "bitnet"),
@@ -55,9 +55,9 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Check all architectures that llama.cpp runs.")
     parser.add_argument("folder", type=Path, help="where the models are")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these alone")
-    parser.add_argument("--part", action="store_true", help="a few architectures, a telling part")
-    parser.add_argument("--results", type=Path, help="the file to keep what came of it in, as JSON")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="only these")
+    parser.add_argument("--part", action="store_true", help="a few representative architectures")
+    parser.add_argument("--results", type=Path, help="the JSON file to write the results to")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args(argv)
     manifest = json.loads((arguments.folder / "models.json").read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def results_of(name: str, folder: Path, cache: Path) -> Iterator[Result]:
-    """Make all checks of an architecture; after a crash those that are left."""
+    """Run all checks of an architecture; after a crash, continue with those that are left."""
     todo = list(itertools.product(KINDS, WHO, CHECKS))
     while todo:
         lines, error = said_by_child(name, folder, cache, todo)
@@ -96,7 +96,7 @@ def results_of(name: str, folder: Path, cache: Path) -> Iterator[Result]:
         for line in lines:
             begun = (line["type"], line["by"], line["check"])
             if "ok" in line:
-                # The checks that were passed over are those of a model that cannot be loaded.
+                # The child skips the checks of a model that cannot be loaded.
                 del todo[: todo.index(begun) + 1]
                 yield Result(name, *begun, line["ok"], line["detail"], line.get("can_branch"))
                 begun = None
@@ -130,7 +130,7 @@ def said_by_child(
 
 
 def _cause(code: int, said: str) -> str:
-    """Why a process ended, in a line; nothing if it ended well."""
+    """Why a process ended, in one line; empty if it succeeded."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     asserted = next((line for line in lines if "GGML_ASSERT" in line or "binary_op" in line), "")
     last = asserted or (lines[-1] if lines else "")
@@ -154,11 +154,11 @@ def unnecessary(results: Sequence[Result]) -> Iterator[str]:
             where = {(name, *each_of) for each_of in itertools.product(KINDS, each.by)}
             for check in each.checks if where & checked else ():
                 if not any((*place, check) in failed for place in where):
-                    yield f"{name}: {check} works: take it from the known exceptions"
+                    yield f"{name}: {check} works: remove it from the known exceptions"
 
 
 def keep(path: Path, version: str, results: Sequence[Result]) -> None:
-    """Write the results down, for scripts/models_page.py: a line for each file and who computed."""
+    """Write the results for scripts/models_page.py: a line for each file and kind of kernels."""
     lines = [json.dumps({"llama-cpp-python": version})]
     for (name, kind, by), each in itertools.groupby(results, lambda r: (r.name, r.kind, r.by)):
         found = list(each)

@@ -166,7 +166,7 @@ def attempts(answers: Sequence[Answer]) -> list[tuple[str, int]]:
     return [(answer.contender, answer.attempt) for answer in answers]
 
 
-def test_each_is_warmed_up_before_its_turn() -> None:
+def test_each_contender_is_warmed_up_before_its_turn() -> None:
     contenders = {PLAIN: FakeContender([10.0]), "ngram": FakeContender([12.0])}
     ask_all(contenders, "Why?", 0, has_control=True)
     assert contenders[PLAIN].calls == ["warm up", "Why?", "warm up", "Why?"]

@@ -116,7 +116,7 @@ def test_a_line_controls_its_drafts(batch: Batch) -> None:
     assert plain["n_drafted"] == 0
 
 
-def test_requests_in_openai_s_form(batch: Batch) -> None:
+def test_requests_in_openais_form_are_answered(batch: Batch) -> None:
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPTS[0]}]
     chat = {"messages": turns, "max_tokens": 9, "logprobs": True, "top_logprobs": 2, "model": "x"}
     raw = {"prompt": PROMPTS[1], "max_tokens": 7, "logprobs": 1}
@@ -196,7 +196,7 @@ def test_results_of_other_settings_are_refused(batch: Batch) -> None:
     batch.answer(PROMPTS[:2], draft="none")
 
 
-def test_lines_that_fail(batch: Batch) -> None:
+def test_lines_that_fail_are_errors_in_the_results(batch: Batch) -> None:
     long = " ".join(["the cat is in the house"] * 400)
     bias = {"prompt": "x", "logit_bias": {"100000": 1}}
     grammar = {"prompt": "x", "grammar": "root ::= nothing"}
@@ -288,7 +288,7 @@ def test_from_standard_input_to_standard_output(
         ("/dev/zero", "out.jsonl", 3, "/dev/zero: a device, not a file"),
     ],
 )
-def test_bad_files(
+def test_bad_files_are_refused_and_left_alone(
     batch: Batch, tmp_path: Path, source: str, out: str, code: int, words: str
 ) -> None:
     write(tmp_path / "empty.jsonl")

@@ -90,7 +90,7 @@ def test_a_chat_continues_after_an_empty_answer(chat: Chat, tmp_path: Path) -> N
     ]
 
 
-def test_the_turns_are_those_of_the_model_s_template_and_decode_only_what_is_new(
+def test_the_turns_follow_the_models_template_and_decode_only_what_is_new(
     chat: Chat, specgen: Specgen, chat_models: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.txt"
@@ -235,7 +235,10 @@ def test_thoughts_between_control_tokens_are_recognised(
     config = TinyConfig(chat_template=CHATML_TEMPLATE, control_tokens=HARMONY)
     model = str(write_tiny_model(tmp_path / "a.gguf", config))
     thought = '<|channel|> "analysis" <|message|> "why" <|end|> <|start|> "assistant"'
-    for begin, shown in ((thought, "<think>why</think>\n\nso\n"), ("", "so\n")):
+    for begin, shown, told in (
+        (thought, "<think>why</think>\n\nso\n", "why\n"),
+        ("", "so\n", "no thinking block"),
+    ):
         # Only a grammar that has the mark itself is one of an answer with thoughts.
         marks = "# <|channel|>analysis<|message|>" if begin else ""
         grammar = f'{marks}\nroot ::= {begin} <|channel|> "final" <|message|> "so"'
@@ -243,7 +246,7 @@ def test_thoughts_between_control_tokens_are_recognised(
         assert specgen("run", *own, "-md", "none", "x").out.rstrip("\n") == shown[:-1]
         found = chat(*own, lines="x\ny\n/think\n", draft="none")
         assert (found.out, found.code) == (shown * 2, 0 if begin else 2)
-        assert found.err == "why\n" or "no thinking block" in found.err
+        assert told in found.err
         asked = prompts(chat(*own, "--json", lines="x\ny\n", draft="none"))
         assert asked[1].count("so") == 1
         assert "why" not in asked[1]
@@ -374,7 +377,7 @@ def wait_for(name: str, n: int) -> list[tuple[str, str | None]]:
 
 
 @posix
-def test_typing(terminal: Terminal, chat: Chat) -> None:
+def test_lines_pastes_and_earlier_messages_can_be_typed(terminal: Terminal, chat: Chat) -> None:
     child = terminal("--session", "typed")
     child.send("the cat\r")
     answer = chat(lines="the cat\n", draft="none").out
@@ -409,6 +412,8 @@ def test_typing(terminal: Terminal, chat: Chat) -> None:
 def test_a_second_ctrl_c_at_an_empty_line_ends_the_conversation(
     terminal: Terminal, term: str
 ) -> None:
+    import pexpect
+
     ready = "conversation\r\n> " if term == "dumb" else READY
     child = terminal(quiet=False, term=term, ready=ready)
     how_to_leave = "another Ctrl-C, Ctrl-D or /quit ends the conversation"
@@ -422,15 +427,9 @@ def test_a_second_ctrl_c_at_an_empty_line_ends_the_conversation(
             child.expect_exact("there is no answer yet")
             child.expect_exact(again)
     child.send("\x03")
-    child.expect(pexpect_end())
+    child.expect(pexpect.EOF)
     child.wait()
     assert child.exitstatus == 0
-
-
-def pexpect_end() -> Any:
-    import pexpect
-
-    return pexpect.EOF
 
 
 @posix

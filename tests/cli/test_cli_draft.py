@@ -115,7 +115,7 @@ def test_each_file_that_cannot_draft_is_one_line_and_not_a_failure(
     result = find(broken, text, "bert", "target", "draft")
     assert set(columns(result)) == {"draft", "ngram", "none"}
     notes = [note for note in result.err.splitlines() if ".gguf: " in note]
-    assert len(notes) == 4 + 1  # what was measured is said too
+    assert len(notes) == 4 + 1  # another note tells what was measured
     for path in (broken, text, tiny_models / "bert.gguf", tiny_models / "target.gguf"):
         (note,) = (note for note in notes if note.startswith(f"note: {path}: "))
         assert note.count(str(path)) == 1

@@ -70,7 +70,7 @@ class TestWithoutHome:
         assert {cache_folder(), config_folder(), data_folder()} == {NOWHERE}
 
     @pytest.mark.parametrize("variable", ["SPECGEN_CACHE", "XDG_CACHE_HOME"])
-    def test_a_variable_names_one(
+    def test_a_variable_names_the_cache_folder(
         self, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv(variable, str(tmp_path / "cache"))
@@ -78,7 +78,7 @@ class TestWithoutHome:
         monkeypatch.setenv("SPECGEN_CACHE", "~nobody-has-this-name/cache")
         assert cache_folder() == NOWHERE
 
-    def test_an_answer_and_one_note(self, specgen: Specgen, chat_models: Path) -> None:
+    def test_an_answer_comes_with_one_note(self, specgen: Specgen, chat_models: Path) -> None:
         options = [*models_of(chat_models), "-n", "8", "-t", "1", "a cat"]
         result = specgen("run", *options)
         assert result.code == 0, result.err
@@ -95,17 +95,19 @@ class TestWithoutHome:
         "command",
         ["config", "models list", "models clear", "draft forget", "--help", "run --help"],
     )
-    def test_commands_without_models(self, specgen: Specgen, command: str) -> None:
+    def test_commands_without_models_succeed(self, specgen: Specgen, command: str) -> None:
         result = specgen(*command.split())
         assert result.code == 0, result.err
 
-    def test_what_only_keeps_is_refused(self, specgen: Specgen, chat_models: Path) -> None:
+    def test_a_session_that_cannot_be_kept_is_refused(
+        self, specgen: Specgen, chat_models: Path
+    ) -> None:
         options = [*models_of(chat_models), "-t", "1"]
         refusal = complaint(specgen("chat", *options, "--session", "x"), 10)
         assert NO_HOME in refusal
         assert "SPECGEN_DATA" in refusal
 
-    def test_the_python_interface_notes_it(self, chat_models: Path) -> None:
+    def test_the_python_interface_notes_it_once(self, chat_models: Path) -> None:
         notes: list[str] = []
         with api.load(chat_models / "target.gguf", "none", note=notes.append) as model:
             assert model.generate("a cat", max_tokens=4).text
@@ -117,7 +119,7 @@ class TestWithoutHome:
     ("command", "code"),
     [("doctor", 0), ("models list", 0), ("models pull hf:a/b", 7), ("models pull smollm2-135m", 7)],
 )
-def test_a_process_without_home(
+def test_a_process_without_home_works_or_says_what_it_needs(
     command: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in FOLDER_VARIABLES:
@@ -133,14 +135,14 @@ def test_a_process_without_home(
 
 
 @pytest.mark.slow
-def test_a_variable_that_huggingface_hub_refuses() -> None:
+def test_a_variable_that_huggingface_hub_refuses_is_reported() -> None:
     result = ended("models", "list", env={"HF_HUB_ETAG_TIMEOUT": "soon"})
     assert result.returncode == 2
     assert result.stderr.startswith("error: a variable of huggingface_hub is wrong: ")
     assert "HF_" in result.stderr.splitlines()[1]
 
 
-def test_a_relative_folder_in_a_deleted_one(
+def test_a_relative_folder_in_a_deleted_one_is_not_used(
     specgen: Specgen, chat_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_CACHE", "relative")
@@ -153,7 +155,7 @@ def test_a_relative_folder_in_a_deleted_one(
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may enter any folder")
-def test_the_home_of_another_user(
+def test_an_inaccessible_home_costs_only_a_note(
     specgen: Specgen, chat_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in FOLDER_VARIABLES:
@@ -168,7 +170,7 @@ def test_the_home_of_another_user(
         assert NO_HOME in result.err
 
 
-def test_a_cache_that_cannot_be_written(
+def test_a_cache_that_cannot_be_written_costs_only_a_note(
     specgen: Specgen, chat_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
@@ -187,12 +189,14 @@ class TestTemporaryFolders:
         monkeypatch.setattr(tempfile, "tempdir", os.devnull)
 
     @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="a folder of Linux")
-    def test_one_in_memory_replaces_the_systems(self) -> None:
+    def test_a_folder_in_memory_replaces_the_systems(self) -> None:
         with scratch_folder("specgen-test-") as folder:
             assert (Path(folder).parent, Path(folder).exists()) == (Path("/dev/shm"), True)
         assert not Path(folder).exists()
 
-    def test_none_can_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_writable_folder_the_hint_names_tmpdir(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from specgen.system import files
 
         monkeypatch.setattr(files, "MEMORY_FOLDER", os.devnull)

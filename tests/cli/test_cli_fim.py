@@ -80,7 +80,9 @@ def between(prefix: str, suffix: str) -> str:
         ("b:3:c.txt:1", "the cat is"),
     ],
 )
-def test_places_in_a_file(fim: Fim, place: str, prefix: str) -> None:
+def test_a_place_in_a_file_splits_it_into_prefix_and_suffix(
+    fim: Fim, place: str, prefix: str
+) -> None:
     for name in ("a.txt", "b:3:c.txt"):
         write(name)
     assert prompt_of(fim(place, "--json")) == between(prefix, TEXT[len(prefix) :])
@@ -123,16 +125,16 @@ def test_texts_from_files_and_from_standard_input(
     fim: Fim, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write("before.txt", "the cat ")
-    write("behind.txt", " the mat")
-    before, behind = ("--prefix-file", "before.txt", "--json"), ("--suffix-file", "behind.txt")
-    assert prompt_of(fim(*before, *behind)) == between("the cat ", " the mat")
+    write("after.txt", " the mat")
+    before, after = ("--prefix-file", "before.txt", "--json"), ("--suffix-file", "after.txt")
+    assert prompt_of(fim(*before, *after)) == between("the cat ", " the mat")
     assert prompt_of(fim(*before)) == between("the cat ", "")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a dog ")))
-    piped = fim("--prefix-file", "-", *behind, "--json")
+    piped = fim("--prefix-file", "-", *after, "--json")
     assert prompt_of(piped) == between("a dog ", " the mat")
-    found = prompt_of(fim(*before, "--context-file", "behind.txt"))
+    found = prompt_of(fim(*before, "--context-file", "after.txt"))
     assert found == (
-        f"<|repo_name|>{tmp_path.name}\n<|file_sep|>behind.txt\n the mat<|file_sep|>before.txt\n"
+        f"<|repo_name|>{tmp_path.name}\n<|file_sep|>after.txt\n the mat<|file_sep|>before.txt\n"
         + between("the cat ", "")
     )
 
@@ -141,7 +143,7 @@ def test_texts_from_files_and_from_standard_input(
 @pytest.mark.parametrize(
     ("bom", "codec"), [("", "utf-8"), ("\ufeff", "utf-8"), ("\ufeff", "utf-16-le")]
 )
-def test_in_place(fim: Fim, newline: str, bom: str, codec: str) -> None:
+def test_a_file_is_edited_in_place(fim: Fim, newline: str, bom: str, codec: str) -> None:
     text = bom + TEXT.replace("\n", newline)
     Path("a.txt").write_bytes(text.encode(codec))
     Path("a.txt").chmod(0o640)
@@ -224,7 +226,7 @@ def test_text_that_does_not_fit_the_context_is_left_out(fim: Fim) -> None:
     ],
     ids=str,
 )
-def test_bad_input(fim: Fim, arguments: tuple[str, ...], code: int, words: str) -> None:
+def test_bad_input_is_refused(fim: Fim, arguments: tuple[str, ...], code: int, words: str) -> None:
     write("a.txt")
     write("empty.txt", "")
     Path("latin.txt").write_bytes("gut\ncaf\xe9\n".encode("latin-1"))

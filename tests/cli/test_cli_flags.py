@@ -143,7 +143,7 @@ def test_options_for_defaults_are_ignored_with_one_note(cli: Cli, words: tuple[s
         (("--draft_max", "2"), ("--draft-max", "2")),
     ],
 )
-def test_an_option_with_an_equal_is_replaced_by_it(
+def test_an_option_with_an_equivalent_is_replaced_by_it(
     cli: Cli, words: tuple[str, ...], equal: tuple[str, ...]
 ) -> None:
     def answer(*options: str) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ def test_other_options_are_refused_with_what_to_use(
 
 
 @pytest.mark.parametrize("option", ["-ngl", "-ngld", "--spec-draft-ngl"])
-def test_all_layers_are_a_number_of_layers(cli: Cli, option: str) -> None:
+def test_all_is_accepted_as_a_number_of_layers(cli: Cli, option: str) -> None:
     settings = ("-n", "3", "--no-stats", "hi")
     assert cli.run(option, "all", *settings).out == cli.run(*settings).out
     for value, said in (("auto", "does not measure what fits"), ("some", "give a whole number")):
@@ -204,7 +204,7 @@ def test_values_and_prompts_are_not_taken_for_options(cli: Cli, tmp_path: Path) 
         assert (result.code, result.err) == (0, "")
 
 
-def test_options_of_the_command_come_first(specgen: Specgen, tmp_path: Path) -> None:
+def test_a_commands_own_option_wins_over_llama_cpps(specgen: Specgen, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("a\n")
     missing = tmp_path / "missing.gguf"
     result = specgen("fim", f"{tmp_path / 'x.py'}:1", "-i", "-m", missing)
@@ -304,7 +304,7 @@ def test_the_short_help_fits_a_screen_and_the_long_one_shows_full_names(
         (("run", "hi", "--temperatur", "1"), "--temperatur (did you mean --temperature?)\n"),
     ],
 )
-def test_an_error_of_usage_shows_the_value_or_what_to_do(
+def test_a_usage_error_shows_the_value_or_what_to_do(
     words: tuple[str, ...], said: str, specgen: Specgen
 ) -> None:
     result = specgen(*words)
@@ -355,6 +355,7 @@ def test_the_list_of_commands_has_the_first_line_of_each_commands_help() -> None
 
 def test_names_of_models_and_pairs_are_completed() -> None:
     assert "qwen2.5-coder-1.5b" in flags.model_names("qwen2.5-coder-1")
+    assert "qwen2.5-coder-smollm2" in flags.pair_names("qwen")
     assert all(name.startswith("qwen") for name in flags.pair_names("qwen"))
     assert flags.draft_names("ngr") == ["ngram"]
     for name in ("run", "chat"):
@@ -417,7 +418,7 @@ def test_numbers_are_shown_without_quotes(
     assert in_force(specgen("config")) == in_force(shown)
 
 
-def test_a_wrong_value_in_the_environment_is_found_there(
+def test_the_error_for_a_wrong_value_in_the_environment_names_the_variable(
     specgen: Specgen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECGEN_POLICY", "fast")
@@ -426,7 +427,7 @@ def test_a_wrong_value_in_the_environment_is_found_there(
     assert "error: --policy: 'slow' is not one of" in refusal
 
 
-def test_the_output_of_config_can_stand_in_the_file(specgen: Specgen, file: Path) -> None:
+def test_the_output_of_config_is_a_valid_configuration_file(specgen: Specgen, file: Path) -> None:
     file.write_text('samplers = "top_k;temperature"\nlogit-bias = ["5+1"]\nstats = false\n')
     shown = specgen("config")
     file.write_text(shown.out)
@@ -434,7 +435,7 @@ def test_the_output_of_config_can_stand_in_the_file(specgen: Specgen, file: Path
     assert "samplers" in in_force(shown)
 
 
-def test_a_draft_is_for_the_target_beside_it(specgen: Specgen, file: Path) -> None:
+def test_a_draft_in_the_file_is_only_for_its_own_target(specgen: Specgen, file: Path) -> None:
     file.write_text(
         'target = "one.gguf"\ndraft = "ngram"\ntemp = 0.5\n'
         '[targets."two"]\ndraft = "none"\ntemp = 0.7\n[targets."one.gguf"]\ntop-k = 3\n'
@@ -477,7 +478,7 @@ def test_commands_take_the_defaults_that_concern_them(
         ('pair = "no-such-pair"', 'pair: there is no pair "no-such-pair"', 6),
     ],
 )
-def test_a_model_that_is_not_there_is_found_in_the_file(
+def test_the_error_for_a_missing_model_in_the_file_names_the_file(
     specgen: Specgen, file: Path, target: Path, setting: str, message: str, code: int
 ) -> None:
     file.write_text(setting)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import jsonschema
 import pytest
 from llama_cpp import llama_cpp
 
@@ -46,7 +47,7 @@ def test_only_the_answer_is_on_stdout_and_it_is_the_same_with_any_draft(cli: Cli
         assert "acceptance rate" in result.err or draft == "ngram"
 
 
-def test_a_draft_with_another_type_of_weights(cli: Cli, tmp_path: Path) -> None:
+def test_a_quantised_copy_of_a_draft_drafts(cli: Cli, tmp_path: Path) -> None:
     copy, source = tmp_path / "q8.gguf", cli.model("draft")
     command = ("models", "quantize", source, copy, "--type", "q8_0")
     assert ended(*command).stdout.startswith(f"{copy}: ")
@@ -62,7 +63,7 @@ def test_a_draft_with_another_type_of_weights(cli: Cli, tmp_path: Path) -> None:
     assert "acceptance rate" in result.err
 
 
-def test_a_page_of_the_rounds(cli: Cli, tmp_path: Path) -> None:
+def test_html_writes_a_page_of_the_rounds(cli: Cli, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = cli.run(PROMPT, "--html", str(page))
     told = re.search(r'id="events">(.*)</script>', page.read_text(encoding="utf-8"))
@@ -132,7 +133,7 @@ def test_chat_uses_the_models_template_unless_raw(cli: Cli) -> None:
     assert prompt(target="target") == "Hi"
 
 
-def test_another_chat_template(cli: Cli, tmp_path: Path) -> None:
+def test_another_chat_template_can_be_chosen(cli: Cli, tmp_path: Path) -> None:
     text = "{{ word or 'no word' }}:{% for m in messages %}{{ m.content }}{% endfor %}"
     file, word = tmp_path / "a.jinja", ("--chat-template-kwargs", '{"word": "Say"}')
     file.write_text(text, encoding="utf-8")
@@ -209,7 +210,6 @@ SCHEMA = {
 def test_answers_conform_to_a_schema_with_and_without_drafts(
     cli: Cli, tmp_path: Path, temperature: str
 ) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
     file = tmp_path / "schema.json"
     file.write_text("\ufeff" + json.dumps(SCHEMA), encoding="utf-8")  # some editors write a BOM
     own = ("-n", "400", "--temp", temperature, "--seed", "5", "--verifier", "match")
@@ -285,7 +285,7 @@ def test_logprobs_are_in_the_events(cli: Cli) -> None:
     assert "--logprobs" in complaint(cli.run(PROMPT, "--json", "--logprobs", "x"), 2)
 
 
-def test_logit_biases(cli: Cli) -> None:
+def test_logit_biases_change_which_token_is_chosen(cli: Cli) -> None:
     first = events_of(cli.run(PROMPT, "--json", "-n", "1"))[-1]["token_ids"][0]
 
     def begins(*biases: str) -> int:

@@ -125,7 +125,7 @@ class TestEnding:
             assert process.wait(PATIENCE_S) == 0
 
 
-def test_a_port_that_is_taken(models: Path, specgen: Specgen) -> None:
+def test_a_port_that_is_taken_is_an_error(models: Path, specgen: Specgen) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -149,7 +149,7 @@ def test_a_port_that_is_taken(models: Path, specgen: Specgen) -> None:
         (("--models", ".", "--alias", "a"), "--alias"),
     ],
 )
-def test_options_that_are_refused(
+def test_invalid_options_are_refused(
     models: Path, specgen: Specgen, arguments: tuple[str, ...], said: str
 ) -> None:
     result = specgen("serve", "-m", models / "target.gguf", *arguments)
@@ -166,7 +166,7 @@ def test_options_that_are_refused(
         ("clé".encode(), "line 1 is not a valid key"),
     ],
 )
-def test_files_without_keys(
+def test_a_file_without_valid_keys_is_refused(
     models: Path, specgen: Specgen, tmp_path: Path, content: bytes, said: str
 ) -> None:
     keys = tmp_path / "keys"
@@ -175,7 +175,9 @@ def test_files_without_keys(
     assert said in complaint(result, 2)
 
 
-def test_without_the_extra(models: Path, specgen: Specgen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_error_names_it(
+    models: Path, specgen: Specgen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "specgen.serve.server.app", raising=False)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     result = specgen("serve", "-m", models / "target.gguf")
@@ -225,7 +227,7 @@ def test_models_of_a_file_answer_as_if_alone(models: Path, specgen: Specgen) -> 
     assert "note: the/other: 1 answer at once" in said
 
 
-def test_models_in_a_folder(models: Path, tmp_path: Path) -> None:
+def test_all_usable_models_in_a_folder_are_served(models: Path, tmp_path: Path) -> None:
     """All that can be targets or make embeddings are served; other files are left out."""
     (tmp_path / "deeper").mkdir()
     for name in ("target.gguf", "deeper/target.gguf", "deeper/draft.gguf"):
@@ -268,7 +270,7 @@ def test_templates_that_are_missing_or_invalid_are_noted_at_the_start(tmp_path: 
         assert "chatml is used; choose another with --chat-template" in ended(process)
 
 
-def test_an_embedding_model_alone(tmp_path: Path, specgen: Specgen) -> None:
+def test_an_embedding_model_can_be_served_alone(tmp_path: Path, specgen: Specgen) -> None:
     file = write_tiny_model(tmp_path / "bert.gguf", TinyConfig(architecture="bert", n_ctx_train=64))
     refused = complaint(specgen("serve", "-m", file, "-md", file), 2)
     assert "leave out --draft" in refused
@@ -298,7 +300,9 @@ def test_an_embedding_model_alone(tmp_path: Path, specgen: Specgen) -> None:
         ("[a]\ntarget = 'target.gguf'\nlearn = true", "[a]: --learn uses one user's texts"),
     ],
 )
-def test_a_wrong_file_of_models(models: Path, specgen: Specgen, text: str, said: str) -> None:
+def test_a_wrong_file_of_models_is_refused(
+    models: Path, specgen: Specgen, text: str, said: str
+) -> None:
     file = models / "wrong.toml"
     file.write_text(text)
     message = complaint(specgen("serve", "--models", file), 2)
@@ -306,7 +310,9 @@ def test_a_wrong_file_of_models(models: Path, specgen: Specgen, text: str, said:
     assert said in message
 
 
-def test_a_model_that_can_never_be_loaded(models: Path, specgen: Specgen) -> None:
+def test_a_model_that_can_never_be_loaded_is_refused_at_the_start(
+    models: Path, specgen: Specgen
+) -> None:
     file = models / "large.toml"
     file.write_text("[a]\ntarget = 'target.gguf'\ndraft = 'none'")
     result = specgen("serve", "--models", file, "--memory", "90MiB")

@@ -52,7 +52,7 @@ def shell(command: str, models: Path) -> subprocess.CompletedProcess[bytes]:
 RUN = "specgen run -m $MODELS/target.gguf -md $MODELS/draft.gguf -t 1 -n 8 -fa off -q hello"
 
 
-def test_closed_streams(tiny_models: Path) -> None:
+def test_only_a_closed_standard_output_is_an_error(tiny_models: Path) -> None:
     whole = shell(RUN, tiny_models)
     assert whole.returncode == 0
     assert whole.stdout
@@ -66,7 +66,7 @@ def test_closed_streams(tiny_models: Path) -> None:
     assert shell(f"{RUN} >&- 2>&-", tiny_models).returncode == 10
 
 
-def test_other_commands_without_standard_output(tiny_models: Path) -> None:
+def test_every_command_needs_standard_output(tiny_models: Path) -> None:
     line = b"error: the output could not be written: "
     for command in ("specgen models list", "specgen --version", "specgen run --help"):
         done = shell(f"{command} >&-", tiny_models)

@@ -305,7 +305,7 @@ def test_unsupported_options_are_rejected(
         ({"seed": "x"}, "seed"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_so(
+def test_unsupported_ways_to_load_a_model_are_rejected(
     files: Path, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

@@ -63,6 +63,11 @@ def models_of(folder: Path, target: str = "target", draft: str = "draft") -> lis
     return ["-m", str(folder / f"{target}.gguf"), "-md", source]
 
 
+def python(program: str) -> list[str]:
+    """The command of a Python process that runs `program`."""
+    return [sys.executable, "-c", program]
+
+
 def spawn(
     *arguments: str | Path,
     code: str | None = None,

@@ -19,7 +19,7 @@ N_TOKENS, N_ANSWER = 3600, 60
 
 
 def prompts(n: int = 80) -> list[str]:
-    """Strings of letters, each another one."""
+    """Different strings of letters."""
     rng = random.Random(0)
     return ["".join(rng.choices("abcdefgh ", k=24)) + str(number) for number in range(n)]
 
@@ -36,7 +36,7 @@ def opened(target: Path) -> Session:
 
 
 def written(session: Session, folder: Path, texts: Sequence[str], n_tokens: int = N_TOKENS) -> int:
-    """Let a target write into a folder."""
+    """Let a target write its answers into a folder; return the number of tokens."""
     options = TextOptions(texts, n_tokens, N_ANSWER, n_parallel=8)
     return write_text(session, options, folder, Budget(time.monotonic))
 
@@ -44,16 +44,14 @@ def written(session: Session, folder: Path, texts: Sequence[str], n_tokens: int 
 def trained(
     session: Session, folder: Path, path: Path, seconds: float = 60.0
 ) -> TrainedHeads | None:
-    """Heads by the text in a folder, written to `path`."""
+    """Heads trained on the text in a folder, and written to `path`."""
     budget = Budget(time.monotonic, time.monotonic() + seconds)
     target = session.options.target
     return train_heads(TargetText(folder), target, session.target, path, budget)
 
 
 def make_heads(target: Path, path: Path, folder: Path, seconds: float = 60.0) -> TrainedHeads:
-    """Write heads for a target to `path`, by way of a text in `folder`; train them for so long at
-    most.
-    """
+    """Train heads for a target on its own text, which is kept in `folder`; write them to `path`."""
     with opened(target) as loaded:
         written(loaded, folder, prompts())
         made = trained(loaded, folder, path, seconds)

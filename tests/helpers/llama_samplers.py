@@ -20,7 +20,7 @@ TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 
 
 def native_chain(options: SamplerOptions, n_vocab: int, vocab: Any = None) -> list[Any]:
-    """The samplers that llama.cpp's common_sampler_init makes of such options.
+    """The samplers that llama.cpp's common_sampler_init makes from these options.
 
     XTC's generator is left out by giving it probability 0 or 1 only. `vocab` is for DRY.
     """

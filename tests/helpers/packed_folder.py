@@ -37,3 +37,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def files(folder: Path) -> list[Path]:
     """Return the files in the folder, which need not exist."""
     return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def cut(path: Path) -> None:
+    """Remove the last byte of a file."""
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from specgen.llama import LlamaBackend
@@ -37,3 +37,8 @@ def decoded_last(backend: LlamaBackend, tokens: Iterable[int], sequence: int = 0
     start = backend.length(sequence)
     row: Logits = backend.decode(batch_of(tokens, start, sequence, "last"))[0].copy()
     return row
+
+
+def decoded_one_by_one(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> Logits:
+    """The logits after the last of tokens that continue a text, decoded in a batch each."""
+    return [decoded_last(backend, [token], sequence) for token in tokens][-1]

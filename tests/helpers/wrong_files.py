@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 
 from tests.tiny import TinyConfig, write_tiny_model
-from tests.tiny.file import add_metadata
+from tests.tiny.file import add_metadata, write_and_close
 from tests.tiny.vocabulary import tiny_vocabulary
 
 
@@ -51,14 +51,7 @@ def _gguf(
             writer.add_uint32(key, value)
     for name, shape in tensors.items():
         writer.add_tensor(name, np.ones(shape, np.float32))
-    _close(writer)
-
-
-def _close(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
 
 
 def _vocabulary(path: Path) -> None:
@@ -66,7 +59,7 @@ def _vocabulary(path: Path) -> None:
     config = TinyConfig()
     writer = gguf.GGUFWriter(path, config.architecture)
     add_metadata(writer, config, tiny_vocabulary(config))
-    _close(writer)
+    write_and_close(writer)
 
 
 def _model(change: Callable[[bytearray], Any], path: Path) -> None:
@@ -90,7 +83,7 @@ def _part_of_split(path: Path) -> None:
     writer.add_uint16("split.no", 1)
     writer.add_uint16("split.count", 3)
     writer.add_tensor("blk.3.attn_q.weight", np.ones((4, 4), np.float32))
-    _close(writer)
+    write_and_close(writer)
 
 
 def _zipped(*names: str) -> bytes:

@@ -58,7 +58,7 @@ def test_single_drafts_are_not_worth_a_change_of_size() -> None:
     assert sum(found) < 5
 
 
-def test_drafts_in_a_row_are() -> None:
+def test_many_drafts_in_a_row_are_worth_a_change_of_size() -> None:
     costs = GraphCostTable(SECONDS, n_layer=40)
     device = Device()
     found = drafted(costs, device, [0] * 20 + [3] * 40 + [0] * 20 + [3] * 20)

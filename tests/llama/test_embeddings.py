@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from llama_cpp import Llama
 
 from specgen.errors import ModelFileError
 from specgen.llama import LlamaModel
@@ -55,9 +57,14 @@ def embedder(file: Path) -> Iterator[Embedder]:
 
 
 def test_vectors_are_those_of_llama_cpp(embedder: Embedder, file: Path) -> None:
-    binding = pytest.importorskip("llama_cpp")
-    same = {"type_k": 0, "type_v": 0, "flash_attn": False, "n_threads": 1, "verbose": False}
-    with closing(binding.Llama(str(file), embedding=True, n_ctx=N_CTX, **same)) as other:
+    same: dict[str, Any] = {
+        "type_k": 0,
+        "type_v": 0,
+        "flash_attn": False,
+        "n_threads": 1,
+        "verbose": False,
+    }
+    with closing(Llama(str(file), embedding=True, n_ctx=N_CTX, **same)) as other:
         for text in TEXTS:
             vector = np.asarray(other.embed(text), np.float32)
             expected = unit(vector if vector.ndim == 1 else vector.mean(axis=0))

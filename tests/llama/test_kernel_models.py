@@ -23,7 +23,7 @@ from tests.tiny import TinyConfig, write_tiny_model
 from tests.tiny.config import Architecture
 
 ARCHITECTURES = tuple(name for name in get_args(Architecture) if name != "bert")
-#: Those whose every row is the kernels' and of operators that compute rows one by one.
+#: Those in which only the kernels, and operators that work row by row, compute.
 ATTENTION_ONLY = ("llama", "qwen2", "gemma3")
 TEXT = tuple(int(token) for token in np.random.default_rng(0).integers(3, 250, 120))
 

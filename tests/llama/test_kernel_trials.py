@@ -25,15 +25,16 @@ from specgen.llama.kernels.verdicts import VERDICTS, KernelTests
 from specgen.options import KernelChoice
 from specgen.system import processes
 from specgen.system.processes import ChildTimeoutError, ask_child
+from tests.helpers.cli import python
 from tests.helpers.common import linux
 from tests.helpers.kernels import stand_in
-from tests.llama.test_kernels import in_process, python
+from tests.llama.test_kernels import in_process
 from tests.tiny import TinyConfig, write_tiny_model
 
 PROMPT = "def add(a, b): return a + b"
 
-#: A child that dies as a table says: by what it tries, the number of steps that it begins and the
-#: signal that ends it (0: none). It notes each run in a log.
+#: A child that dies according to a table, which has for each model the number of steps that it
+#: begins and the signal that ends it (0: none). It notes each run in a log.
 _CHILD = """
 import json, os, pathlib, sys
 log, table, library, size, file, steps = sys.argv[1:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import json
-import sys
 import sysconfig
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from specgen.llama.kernels.attached import Kernels, ggml_version
 from specgen.llama.kernels.verdicts import VERDICTS, KernelTests, KernelVerdict
 from specgen.system.folders import cache_folder
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION
-from tests.helpers.cli import Cli, complaint, ended, events_of
+from tests.helpers.cli import Cli, complaint, ended, events_of, python
 from tests.helpers.common import ROOT, linux
 from tests.helpers.kernels import stand_in
 
@@ -27,11 +26,6 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "def add(a, b): return a + b"
 PASSED = KernelVerdict("passed", "all is well", "avx2")
-
-
-def python(program: str) -> list[str]:
-    """The command of a Python process that runs `program`."""
-    return [sys.executable, "-c", program]
 
 
 def answering(answer: KernelVerdict, log: Path | None = None) -> list[str]:
@@ -144,7 +138,7 @@ def test_the_kernels_are_for_the_required_llama_cpp(tmp_path: Path) -> None:
 def test_a_truncated_library_does_not_pass(tmp_path: Path, n_bytes: int) -> None:
     path = stand_in(tmp_path)
     path.write_bytes(path.read_bytes()[:n_bytes])
-    result = self_tested(path, tmp_path)  # what is mapped of it may lie behind its end: SIGBUS
+    result = self_tested(path, tmp_path)  # it may be mapped beyond its end: SIGBUS
     assert result.outcome != "passed"
     assert "loaded" in result.message or "SIGBUS" in result.message
 

@@ -7,7 +7,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch
 from specgen.method.draft import ROOT, Branches, Draft, keep_path, pack
 from specgen.options import ContextOptions
-from specgen.system.arrays import Logits
 from tests.helpers.cli import ended
-from tests.helpers.rows import batch_of, decoded_last
+from tests.helpers.rows import batch_of, decoded_one_by_one
 from tests.tiny import TinyConfig, write_tiny_model
 
-TEXT = [300 % 290, 17, 45, 99, 3, 120, 33]
+TEXT = [10, 17, 45, 99, 3, 120, 33]
 #: Six nodes, four leaves, two of them deep.
 TREE = Draft(
     tokens=(40, 41, 42, 43, 44, 45),
@@ -62,20 +61,15 @@ def context(model: LlamaModel, *, n_sequences: int = 8, n_ctx: int = 256) -> Lla
     )
 
 
-def decode(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> Logits:
-    """Decode tokens one by one; returns a copy of the last one's logits."""
-    return [decoded_last(backend, [token], sequence) for token in tokens][-1]
-
-
 @pytest.mark.parametrize("path", [(), (0,), (1,), (0, 2), (0, 3), (0, 2, 4), (1, 5)])
 @pytest.mark.parametrize("first", [0, 3])
 def test_keeping_a_path_leaves_the_cache_as_if_it_alone_had_been_decoded(
     model: LlamaModel, path: tuple[int, ...], first: int
 ) -> None:
     backend = context(model)
-    decode(backend, [5, 6, 7], sequence=7)  # another generation, which must not notice
-    other = decode(backend, [8], sequence=7)
-    decode(backend, TEXT[:-1], sequence=first)
+    decoded_one_by_one(backend, [5, 6, 7], sequence=7)  # another generation, which must not notice
+    other = decoded_one_by_one(backend, [8], sequence=7)
+    decoded_one_by_one(backend, TEXT[:-1], sequence=first)
     batch = Batch()
     slot = Branches(first, 4)
     pack(batch, backend, slot, TEXT[-1:], TREE)
@@ -86,10 +80,12 @@ def test_keeping_a_path_leaves_the_cache_as_if_it_alone_had_been_decoded(
     assert backend.length(first) == len(kept)
     assert all(backend.length(branch) == 0 for branch in range(first + 1, first + 4))
     alone = context(model, n_sequences=1)
-    expected = decode(alone, [*kept, 60, 61])
-    assert decode(backend, [60, 61], sequence=first) == pytest.approx(expected, abs=2e-4)
+    expected = decoded_one_by_one(alone, [*kept, 60, 61])
+    assert decoded_one_by_one(backend, [60, 61], sequence=first) == pytest.approx(
+        expected, abs=2e-4
+    )
     backend.remove(7, 3)
-    assert decode(backend, [8], sequence=7) == pytest.approx(other, abs=2e-4)
+    assert decoded_one_by_one(backend, [8], sequence=7) == pytest.approx(other, abs=2e-4)
     backend.close()
     alone.close()
 
@@ -106,8 +102,8 @@ def test_only_wanted_logits_are_given_and_they_are_a_view(model: LlamaModel) -> 
     assert backend.decode_s > 0
     first, last = logits.copy()
     alone = context(model)
-    assert first == pytest.approx(decode(alone, TEXT[:3]), abs=2e-4)
-    assert last == pytest.approx(decode(alone, TEXT[3:]), abs=2e-4)
+    assert first == pytest.approx(decoded_one_by_one(alone, TEXT[:3]), abs=2e-4)
+    assert last == pytest.approx(decoded_one_by_one(alone, TEXT[3:]), abs=2e-4)
     assert backend.decode(batch_of([1], 7, wanted="none")).shape == (0, model.vocabulary.n_tokens)
     backend.close()
     alone.close()
@@ -135,7 +131,7 @@ def test_hidden_states_are_what_the_logits_are_made_of(model: LlamaModel) -> Non
 
 def test_a_decode_that_is_not_possible_is_an_error_with_the_position(model: LlamaModel) -> None:
     backend = context(model)
-    decode(backend, TEXT)
+    decoded_one_by_one(backend, TEXT)
     for wrong, why in (
         (batch_of([1], 50), "position 50"),
         (Batch(), "0 rows"),
@@ -214,7 +210,9 @@ def test_bad_files_are_named_with_what_to_do(tmp_path: Path) -> None:
         assert "a pipe or a device" in complaint(tmp_path / "pipe.gguf")
 
 
-def test_a_model_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_larger_than_memory_is_a_memory_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_tiny_model(tmp_path / "large.gguf", TinyConfig())
     reason = "failed to allocate CPU buffer of size 996893184"
     monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", lambda *_: None)
@@ -292,7 +290,7 @@ def test_a_quantised_value_cache_needs_flash_attention(model: LlamaModel) -> Non
         LlamaBackend(model, options, n_ctx=256, clock=time.perf_counter)
     on = replace(options, cache_type_k="q8_0", flash_attention="on")
     backend = LlamaBackend(model, on, n_ctx=256, clock=time.perf_counter)
-    decode(backend, TEXT)
+    decoded_one_by_one(backend, TEXT)
     backend.close()
 
 
@@ -319,13 +317,13 @@ def test_weights_of_a_file_are_in_memory_once(
 
     monkeypatch.setattr(llama_cpp, "llama_model_free", noted)
     with contextlib.closing(context(second)) as backend:
-        expected = decode(backend, TEXT)
+        expected = decoded_one_by_one(backend, TEXT)
         first.close()
         first.close()
         with pytest.raises(BackendError, match="one.gguf is closed"):
             _ = first.handle
         backend.remove(0)
-        assert np.array_equal(decode(backend, TEXT), expected)
+        assert np.array_equal(decoded_one_by_one(backend, TEXT), expected)
     assert not freed
     second.close()
     assert len(freed) == 1
@@ -341,7 +339,7 @@ def test_another_file_of_the_same_name_gets_its_own_weights(tmp_path: Path) -> N
     rows = []
     for model in (first, second):
         with contextlib.closing(context(model)) as backend:
-            rows.append(decode(backend, TEXT))
+            rows.append(decoded_one_by_one(backend, TEXT))
         model.close()
     assert not np.allclose(rows[0], rows[1])
 

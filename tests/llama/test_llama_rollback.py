@@ -24,7 +24,7 @@ from specgen.llama.library import llama_cpp
 from specgen.method.backend import Batch, Rollback
 from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
-from tests.helpers.rows import decoded_last
+from tests.helpers.rows import decoded_last, decoded_one_by_one
 from tests.tiny import TinyConfig, write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -116,16 +116,11 @@ def _expected(models: dict[str, LlamaModel]) -> Iterator[Callable[[str, Sequence
             own = {"n_ctx": 256, "clock": time.perf_counter}
             backends[name] = LlamaBackend(models[name], OPTIONS, **own)  # type: ignore[arg-type]
         backends[name].remove(0)
-        return decode(backends[name], text)
+        return decoded_one_by_one(backends[name], text)
 
     yield lambda name, text: known(name, tuple(text))
     for backend in backends.values():
         backend.close()
-
-
-def decode(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> Logits:
-    """Decode tokens one by one; the logits after the last of them."""
-    return [decoded_last(backend, [token], sequence) for token in tokens][-1]
 
 
 def assert_same(name: str, found: Logits, expected: Logits) -> None:
@@ -153,7 +148,7 @@ def test_any_number_of_drafted_rows_can_be_dropped(
     backend.remove(0, len(TEXT) + n_kept)
     assert backend.length(0) == len(TEXT) + n_kept
     text = [*TEXT, *DRAFT[:n_kept], 50]
-    assert_same(name, decode(backend, [50]), expected(name, text))
+    assert_same(name, decoded_one_by_one(backend, [50]), expected(name, text))
     assert_same(name, decoded_last(backend, [60, 61]), expected(name, [*text, 60, 61]))
     assert backend.length(0) == len(text) + 2
     n_repeated = backend.n_decoded_rows - len(TEXT) - len(DRAFT) - 3
@@ -210,7 +205,7 @@ def test_other_texts_do_not_use_the_cells_of_a_sliding_window(
     free_cells_before(backend, sequence=0)
     n_decoded = backend.n_decoded_rows
     backend.remove(0, 10)
-    assert_same(name, decode(backend, [50]), expected(name, [*TEXT[:10], 50]))
+    assert_same(name, decoded_one_by_one(backend, [50]), expected(name, [*TEXT[:10], 50]))
     n_repeated = backend.n_decoded_rows - n_decoded - 1
     assert n_repeated == (0 if backend.rollback == "cells" else 10)
 
@@ -225,7 +220,9 @@ def test_a_branch_that_lost_its_window_is_refused(opened: Opener, expected: Expe
         backend.copy(1, 0, 0, 10)
     assert backend.length(1) == len(TEXT)
     backend.remove(1, len(TEXT) - 1)
-    assert_same("gemma3", decode(backend, [50], 1), expected("gemma3", [*TEXT[:-1], 50]))
+    assert_same(
+        "gemma3", decoded_one_by_one(backend, [50], 1), expected("gemma3", [*TEXT[:-1], 50])
+    )
 
 
 @every_way
@@ -248,9 +245,9 @@ def test_a_decode_that_is_ended_leaves_the_text_as_it_was(
         backend.is_unwanted = None
     n_rows = backend.n_decoded_rows
     assert backend.length(0) == len(TEXT)
-    assert_same(way.name, decode(backend, [50]), expected(way.name, [*TEXT, 50]))
+    assert_same(way.name, decoded_one_by_one(backend, [50]), expected(way.name, [*TEXT, 50]))
     assert backend.n_decoded_rows - n_rows == 1, "the text is not read again"
-    assert_same(way.name, decode(backend, [50], 1), expected(way.name, [*DRAFT, 50]))
+    assert_same(way.name, decoded_one_by_one(backend, [50], 1), expected(way.name, [*DRAFT, 50]))
 
 
 def test_an_exception_in_the_interruption_check_ends_a_decode(opened: Opener) -> None:
@@ -285,7 +282,7 @@ def test_a_decode_that_fails_leaves_the_text_as_it_was(
         with pytest.raises(BackendError, match="status -3"):
             decoded_last(backend, [9, 10])
     assert backend.length(0) == len(TEXT) + 2
-    assert_same(name, decode(backend, [50]), expected(name, [*TEXT, *DRAFT[:2], 50]))
+    assert_same(name, decoded_one_by_one(backend, [50]), expected(name, [*TEXT, *DRAFT[:2], 50]))
 
 
 def test_a_refused_rollback_names_sequence_and_position(
@@ -298,11 +295,11 @@ def test_a_refused_rollback_names_sequence_and_position(
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_memory_seq_rm", lambda *_: False)
         with pytest.raises(RollbackError, match=r"sequence 1 from position 42 on"):
-            decode(backend, [50], sequence=1)
+            decoded_one_by_one(backend, [50], sequence=1)
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_memory_seq_rm", lambda *_: True)
         with pytest.raises(RollbackError, match=r"position 42, but its cache ends at 46"):
-            decode(backend, [50], sequence=1)
+            decoded_one_by_one(backend, [50], sequence=1)
 
 
 def test_a_state_that_cannot_be_saved_or_restored_is_an_error(
@@ -314,15 +311,15 @@ def test_a_state_that_cannot_be_saved_or_restored_is_an_error(
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_state_seq_get_data_ext", lambda *_: 0)
         with pytest.raises(BackendError, match=r"sequence 0 could not be saved"):
-            decode(backend, [50])
+            decoded_one_by_one(backend, [50])
     decoded_last(backend, [50])
     backend.checkpoint(0)
-    decode(backend, [51, 52])
+    decoded_one_by_one(backend, [51, 52])
     backend.remove(0, 42)
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_state_seq_set_data_ext", lambda *_: 7)
         with pytest.raises(RollbackError, match=r"position 41 could not be restored"):
-            decode(backend, [53])
+            decoded_one_by_one(backend, [53])
 
 
 def test_a_recurrent_state_is_not_shared_and_has_no_gaps(opened: Opener) -> None:
@@ -341,7 +338,7 @@ def test_a_recurrent_state_is_not_shared_and_has_no_gaps(opened: Opener) -> None
     assert backend.length(1) == 0
 
 
-def test_snapshots_that_do_not_fit_the_memory_are_done_without(
+def test_snapshots_that_do_not_fit_into_memory_are_left_out(
     monkeypatch: pytest.MonkeyPatch, opened: Opener
 ) -> None:
     class Machine:

@@ -23,7 +23,7 @@ from specgen.system.arrays import Logits
 from specgen.system.files import make_room
 from tests.helpers import rows
 from tests.helpers.cli import Cli
-from tests.helpers.packed_folder import Disk, files, folder
+from tests.helpers.packed_folder import Disk, cut, files, folder
 from tests.tiny import TinyConfig, write_tiny_model
 
 CONFIG = TinyConfig(n_embd=64, n_layer=2, tensor_type="q8_0")
@@ -62,11 +62,6 @@ def test_the_next_process_uses_what_one_packed(folder: Path, model_file: Path) -
     assert files(folder) == [kept]
     assert kept.stat().st_ino == before.st_ino
     assert kept.stat().st_mtime > before.st_mtime  # it was used
-
-
-def cut(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 1)
 
 
 def scrawl(offset: int) -> Callable[[Path], None]:

@@ -308,7 +308,7 @@ except WorkerLostError as error:
 class TestOptions:
     """--rpc and what goes with it, before anything is loaded."""
 
-    def test_workers(self) -> None:
+    def test_the_options_name_the_workers(self) -> None:
         found = machine(rpc="a:1, b:2", tensor_split="3,1", rpc_timeout=5.0).target.workers
         assert found == Workers(("a:1", "b:2"), (3.0, 1.0), timeout_s=5.0)
         assert machine().target.workers is None
@@ -320,7 +320,7 @@ class TestOptions:
             with pytest.raises(UsageError):
                 machine(rpc=asked, tensor_split=split)
 
-    def test_another_address_needs_a_word(self) -> None:
+    def test_another_address_needs_the_option_for_insecure_networks(self) -> None:
         code, out, err = finished(specgen("worker", "--host", "0.0.0.0"))
         assert (code, out) == (UsageError.exit_code, "")
         assert "--insecure-network" in err

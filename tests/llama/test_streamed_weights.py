@@ -30,7 +30,7 @@ from specgen.system.arrays import Logits
 from tests.helpers import rows
 from tests.helpers.cli import Cli
 from tests.helpers.mtp import write_mtp_model
-from tests.helpers.packed_folder import Disk, files, folder
+from tests.helpers.packed_folder import Disk, cut, files, folder
 from tests.tiny import TinyConfig, write_tiny_model
 
 #: Each matrix has many pages.
@@ -250,11 +250,6 @@ def test_leftovers_of_a_killed_process_are_deleted(
     streamed(model_file, half)
     assert not left.exists()
     assert len(files(folder)) == 1
-
-
-def cut(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 1)
 
 
 def without_header(path: Path) -> None:

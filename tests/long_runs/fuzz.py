@@ -1,13 +1,15 @@
-"""Whatever comes: an answer, or one clear line.
+"""Check that any input gets the right answer or a one-line error.
 
     python -m tests.long_runs.fuzz --cases 3000 --seed 1
 
-runs specgen on damaged files, odd texts, options and environments
-(`tests/long_runs/fuzz_cases.py`), each in a process of its own with limits on time and memory.
-Right is exit code 0 with the right answer, or a documented exit code with one line that begins with
-``error:``. All else is a finding: it is printed, its folder is kept under `--keep`, and the exit
-code is 1. Cases are numbered, and the same for a seed: after Ctrl-C, `--first` goes on; `--only
-NUMBER` repeats one.
+Runs specgen on damaged files, odd texts, options and environments
+(`tests/long_runs/fuzz_cases.py`), each in a separate process with limits on time and memory. A case
+passes with exit code 0 and the right answer, or with a documented exit code and one line that
+begins with ``error:``. Anything else is a finding: it is printed, its folder is kept under
+`--keep`, and the exit code is 1.
+
+A seed always gives the same cases, which are numbered. After Ctrl-C, `--first NUMBER` resumes
+there; `--only NUMBER` repeats one case.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ def run_cases(
 
 
 def main() -> int:
-    """Run cases, and tell what was found."""
+    """Run cases, and report what was found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
@@ -121,7 +123,7 @@ def main() -> int:
                 findings.append(f"{number} {name}: {found}")
                 print(f"finding: {findings[-1][:600]}", file=sys.stderr, flush=True)
             if (number + 1) % 100 == 0:
-                done = f"{number + 1} done; go on with --first {number + 1}"
+                done = f"{number + 1} done; resume with --first {number + 1}"
                 print(done, file=sys.stderr, flush=True)
     print(json.dumps({"seed": asked.seed, "codes": codes, "findings": findings}, indent=1))
     return 1 if findings else 0

@@ -40,9 +40,9 @@ class Case:
 
     arguments: tuple[str, ...]
     stdin: bytes = b""
-    #: Exit codes beside 0 that are right.
+    #: The exit codes that are right, besides 0.
     codes: frozenset[int] = _ANY_CODE
-    #: What standard output has to be if the exit code is 0, or a command that says it.
+    #: What standard output must be if the exit code is 0, or a command with the same output.
     text: bytes | None = None
     same_as: tuple[str, ...] | None = None
     limit_s: float = 60.0

@@ -1,11 +1,11 @@
-"""llama.cpp's own tests of its server, against `specgen serve`, a line for each::
+"""Run llama.cpp's own tests of its server against `specgen serve`.
 
     python -m tests.long_runs.llama_cpp_tests LLAMA_CPP [--models FOLDER] [-k WORDS]
 
-LLAMA_CPP is an unpacked source of llama.cpp. The tests want small models of the Hugging Face hub,
-which are fetched; of those in FOLDER (`stories260K.gguf` for a repository with such a name) nothing
-is fetched, and tests of a model that cannot be had are skipped. `DIFFERENT` says which tests fail
-on purpose, and why; the exit code is 1 if another one fails.
+LLAMA_CPP is the unpacked source of llama.cpp. The tests need small models of the Hugging Face hub.
+They are downloaded, unless they are in FOLDER (`stories260K.gguf` for a repository with such a
+name); tests whose model cannot be downloaded are skipped. Prints a line for each test. `DIFFERENT`
+lists the tests that fail on purpose, with the reasons; the exit code is 1 if any other test fails.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How the grammars of real JSON schemas take values that conform and values that do not::
+"""Check that the grammars of real JSON schemas accept what conforms, and reject what does not.
 
     python -m tests.long_runs.schemas FOLDER [BEGINNING_OF_NAMES]
 
-FOLDER is `maskbench/data` of https://github.com/guidance-ai/jsonschemabench. A line for each schema
-of which something is left out or a value is taken wrongly, and two tables: the second with
-``"strict": false``, which opens objects. Fails if a value that does not conform is accepted by a
-grammar that left nothing out.
+FOLDER is `maskbench/data` of https://github.com/guidance-ai/jsonschemabench. Prints a line for each
+schema that is not enforced completely, or whose examples are wrongly accepted or rejected, and two
+tables: the second is for ``"strict": false``, which opens objects. Fails if a grammar that enforces
+its whole schema accepts a value that does not conform.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ def main() -> int:
     parser.add_argument("--least", type=int, default=0, help=least)
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("options", nargs="*", metavar="OPTION", help="of specgen serve, behind --")
+    parser.add_argument("options", nargs="*", metavar="OPTION", help="of specgen serve, after --")
     options = parser.parse_args()
     command = [sys.executable, "-m", "specgen", "serve", "--port", "0", *options.options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

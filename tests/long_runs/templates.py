@@ -1,13 +1,14 @@
-"""How specgen reads the calls and the thoughts of every chat template that llama.cpp ships, and how
-it changes conversations for it, a line for each::
+"""Check every chat template that llama.cpp ships: tool calls, thoughts, and conversations.
 
     python -m tests.long_runs.templates [FOLDER]
 
 FOLDER is llama.cpp's `models/templates`; without one, the source of the installed llama-cpp-python
-is fetched. Fails if a template has lost its form: all that write calls have one, but for those in
-`UNREAD`. Calls in each form must be read again, whole and letter by letter, and the grammars of
-calls must allow them. Conversations of up to `LONGEST` messages in any order must be in the prompt
-with all of their messages.
+is downloaded. Prints a line for each template, and fails if one of these does not hold:
+
+- The form of calls is found for every template that writes them, except for those in `UNREAD`.
+- Calls in this form are parsed, as a whole and character by character, and the grammars of calls
+  allow them.
+- The prompts of conversations of up to `LONGEST` messages, in any order, contain all messages.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def faults(form: CallForm, folder: Path) -> list[str]:
 
 
 def _reading_faults(form: CallForm, calls: Sequence[Call]) -> Iterator[str]:
-    """Whether calls are read wrongly, at once and letter by letter."""
+    """The calls that are read wrongly, as a whole and character by character."""
     text = written(form, calls)
     for pieces in ([text], text):
         found = _read(form, pieces)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,11 @@ from specgen.errors import BackendError, ModelFileError
 from specgen.measure import diagnosis as doctor
 from specgen.system.folders import cache_folder
 from specgen.system.llama_build import REBUILD, REQUIRED_VERSION, Build
+from tests.helpers.cli import python
 from tests.helpers.common import posix
 from tests.tiny import TinyConfig, write_tiny_model
 
 pytestmark = pytest.mark.slow
-
-
-def python(program: str) -> list[str]:
-    """The command of a Python process that runs `program`."""
-    return [sys.executable, "-c", program]
 
 
 def dying(number: signal.Signals, *, task: str = "") -> list[str]:

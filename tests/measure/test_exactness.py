@@ -50,7 +50,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "".join(map(chr, range(32, 127))) + " the cat is in the else for with that it be not self"
 PROMPTS = tuple(PROMPT[start:] for start in (0, 9, 30, 60))
-#: Of the target's logits, of the draft's noise, and the seed of the weights: 40 to 85 % accepted.
+#: The scale of the target's logits, the draft's noise, and the seed: 40% to 85% are accepted.
 PAIRS = ((3.0, 0.05, 0), (4.0, 0.05, 1), (3.0, 0.1, 2))
 LEVEL = 1e-5
 FIXED = DraftOptions(policy="fixed", ngram_min=1)
@@ -59,7 +59,7 @@ EAGER = DraftOptions(policy="fixed", p_min=0.0, ngram_min=1)
 BY_COST = DraftOptions(ngram_min=1)
 #: At temperature 0 only one token is likely enough for a lenient verifier.
 GREEDY_BUGS = [name for name, bug in BUGS.items() if not bug.needs_draws and name != "lenient"]
-#: The bonus token is behind the draft, and the next token is not.
+#: The next token is never a bonus token, which comes after a whole draft.
 NEXT_TOKEN_BUGS = [name for name in BUGS if name != "stale-bonus"]
 
 
@@ -406,7 +406,7 @@ def test_an_interruption_keeps_the_samples_so_far(models: Path) -> None:
     assert not result.is_defect
 
 
-def test_verdicts() -> None:
+def test_the_verdict_follows_from_the_results() -> None:
     equal = GreedyResult(1, "fixed", 1, 5, 3, 2)
     at_once = replace(equal, n_at_once=3)
     place = SampledResult(1, "fixed", 9, 3, 100, 0, 50, 20, 1e-4, GTest(1.0, 2, 0.5, 0))

@@ -33,7 +33,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 from specgen.cli.app import main
 main(sys.argv[1:])
 """
-#: Root may write anywhere; without its capabilities it is a user like any other behind an exec.
+#: Root may write anywhere. Without its capabilities, it is an ordinary user after an exec.
 WITHOUT_CAPABILITIES = """
 import ctypes, os, sys
 drop = 24  # PR_CAPBSET_DROP

@@ -57,7 +57,7 @@ def test_a_bad_line_is_named_in_one_line(tmp_path: Path, line: str, what: str) -
     assert "\n" not in raised.value.message
 
 
-def test_files_that_cannot_be_read_or_are_empty(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_or_are_empty_are_errors(tmp_path: Path) -> None:
     empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
     empty.write_text("\n \n", encoding="utf-8")
     binary.write_bytes(b"caf\xe9")

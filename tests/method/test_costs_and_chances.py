@@ -124,7 +124,7 @@ def test_a_text_that_deviates_moves_all_chances_and_the_next_one_begins_without(
     for _ in range(40):
         acceptance.judge(0.85, accepted=False)
     during = np.array(acceptance.curve())
-    # Those of which this text said nothing too.
+    # The others too, about which this text has shown nothing.
     assert np.all(during < before - 0.1)
     acceptance = AcceptanceRates(counts=acceptance.counts)
     after = np.array(acceptance.curve())

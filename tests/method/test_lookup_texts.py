@@ -57,7 +57,7 @@ def message(*paths: Path) -> str:
     return raised.value.message
 
 
-def test_a_file_and_a_folder(tmp_path: Path) -> None:
+def test_files_and_folders_are_loaded(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "c.py").write_bytes("third\nwith ü".encode())
@@ -91,7 +91,7 @@ def test_some_files_in_a_folder_are_left_out(tmp_path: Path) -> None:
     assert load(folder / ".git") == ["hidden"]
 
 
-def test_records_of_answers(tmp_path: Path) -> None:
+def test_records_of_answers_are_loaded(tmp_path: Path) -> None:
     records: list[object] = [
         {"answer": "an answer", "prompt": "a prompt", "other": "x"},
         {"answer": [1, 2], "text": "text", "prompt": None},
@@ -206,7 +206,7 @@ def test_the_oldest_texts_go(tmp_path: Path) -> None:
     for first in range(6):
         store.add([first] * 3)
     assert kept_texts(store) == [[3] * 3, [4] * 3, [5] * 3]
-    # Of a text that is too large the end is kept.
+    # The end of a text that is too large is kept.
     store.add(list(range(100)))
     assert kept_texts(store) == [list(range(88, 100))]
 
@@ -467,7 +467,7 @@ def test_token_ids_of_all_sizes_are_distinguished() -> None:
         assert set(array.followers(match).counts) == {text[n]}
 
 
-def test_a_huge_repetition() -> None:
+def test_a_huge_repetition_is_searched_within_limits() -> None:
     array = SuffixArray.build([[5] * 20_000])
     match = array.longest([5] * 300)
     assert match is not None

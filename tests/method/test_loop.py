@@ -20,8 +20,6 @@ from specgen.errors import BackendError
 from specgen.events import (
     CommittedEvent,
     DraftedEvent,
-    Event,
-    FinishedEvent,
     NoticeEvent,
     Piece,
     PrefillEvent,
@@ -60,6 +58,7 @@ from tests.helpers.fake_generations import (
     model_drafter,
 )
 from tests.helpers.fake_grammar import FakeGrammar
+from tests.helpers.sessions import finished
 from tests.registry import DRAFTERS as DRAFTER_CASES
 from tests.registry import ON_FAKES, VERIFIERS, Text
 
@@ -88,11 +87,6 @@ def drafter(
 
 def good() -> ModelDrafter:
     return model_drafter(QUALITIES["good"], LETTERS)[0]
-
-
-def finished(events: list[Event]) -> FinishedEvent:
-    assert isinstance(events[-1], FinishedEvent)
-    return events[-1]
 
 
 @pytest.mark.parametrize("n_draft", range(17))

@@ -391,7 +391,7 @@ HOPELESS: dict[str, tuple[Callable[[float], float], float]] = {
 def test_a_draft_that_cannot_pay_costs_next_to_nothing(
     curve: str, kind: str, sureness: float
 ) -> None:
-    """Of a first text of which nothing is known, too."""
+    """Not even in a first text, of which nothing is known."""
     truth, draft_s = HOPELESS[kind]
     confidences, rights = text(1200, truth, sureness=sureness, seed=3)
     world = World(CURVES[curve], draft_s, confidences, rights)

@@ -347,7 +347,7 @@ def test_a_tokens_probability_is_that_of_the_draft_tokens_that_begin_in_it() -> 
 
     assert likely([0, 1, 2], [0.5, 0.5, 0.25]) == [(3, 0.0625)]
     assert likely([0, 1, 2, 5], [0.5, 0.5, None, 0.75]) == [(3, None), (5, 0.75)]
-    # Of a token that the target spells as several, the first one has the doubt.
+    # If the target spells a token as several, the first one gets its probability.
     assert likely([4], [0.5], b"c") == [(0, 0.5), (1, 1.0)]
 
 

@@ -78,7 +78,7 @@ def layer_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_every_module_is_in_a_layer_of() -> None:
+def test_every_module_is_in_a_layer() -> None:
     assert {layer_of(module) for module in modules()} == {*LAYERS, "", "__main__"}
 
 

@@ -237,7 +237,7 @@ def test_a_wanted_summary_is_the_thoughts() -> None:
 
 @pytest.mark.parametrize("tokens", [("<think>", "\n\n", "</think>", "\n\n", "Yes"), ("Yes",)])
 def test_white_space_is_not_a_thought(tokens: tuple[str, ...]) -> None:
-    """As models with thoughts write it that were told not to think."""
+    """Models that were told not to think write it between the marks."""
     chunks, whole = written(chat(stream=True), *tokens)
     assert whole["choices"][0]["message"] == {"role": "assistant", "content": "Yes"}
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]

@@ -88,7 +88,7 @@ def is_right(name: str, arguments: dict[str, Any]) -> bool:
 def said_by(
     folder: Path, name: str, text: str, added: str = "", draft: str = "ngram", **body: Any
 ) -> tuple[str, str, list[tuple[str, Any]]]:
-    """What is made of a text by a family whose template has something `added`."""
+    """The content, thoughts and calls of a text. `added` is appended to the family's template."""
     family = FAMILY[name]
     text = text.replace("@call", family.call())
     body = {**ASKED, **body}
@@ -103,8 +103,7 @@ def said_by(
 def test_an_invented_name_is_impossible(tmp_path: Path, name: str) -> None:
     """With any draft, including one that prefers it, and after text if the family allows that."""
     before = "" if name in ("Llama", "gpt-oss") else "In a < b I look. "
-    # gpt-oss may write its channel behind a name: what follows must stand where the model expects
-    # it.
+    # gpt-oss may write its channel after a name: what follows must be where the model expects it.
     text = before + FAMILY[name].call("rear" if name == "gpt-oss" else "reread")
     drawn: dict[str, Any] = {
         "temperature": 1.5,
@@ -244,7 +243,7 @@ def test_a_required_answer_ends_after_its_first_call(tmp_path: Path, name: str) 
 FENCED = '```json\n{\n  "name": "read",\n  "arguments": {"path": "a.py"}\n}\n```'
 
 
-#: Calls at the beginning of an answer, of whose arguments the last one is no integer.
+#: Calls at the beginning of an answer, whose last argument is not an integer.
 BARE = [
     FENCED.replace('"a.py"', '"a.py", "lines": "x"'),
     '{"name": "read", "arguments": {"path": "a.py", "lines": "x"}}',
@@ -300,7 +299,7 @@ EDITS = {
 @pytest.mark.parametrize(
     ("template", "text", "controls"),
     [
-        # The marks behind a call begin alike, and more than four tokens of text spell that
+        # The marks after a call begin alike, and more than four tokens of text spell that
         # beginning.
         (
             FAMILIES["Kimi"]
@@ -389,7 +388,7 @@ _GIGA = FAMILIES["Hermes"].replace("<tool_call>", _GIGA_MARK)
 _KIMI_3 = FAMILIES["Qwen-Coder"].replace("<tool_call>", "<|close|>response<|sep|><tool_call>")
 #: What models of a family say, with all of its marks: "I think.", then "I look.", then the call.
 SAID: dict[str, tuple[Family, str]] = {
-    "the function is named in the head of its turn, and behind it": (
+    "the function is named in the header of its turn, and after it": (
         Family(_MUSE, ("<|start|>", "<|message|>", "<|eom|>")),
         (
             " to=self<|message|>I think.<|eom|><|start|>assistant to=user<|message|>I look.<|eom|>"

@@ -107,7 +107,7 @@ def test_every_field_of_a_sampler_is_read() -> None:
     assert chat(seed=2**40).sampling.seed == 2**40
 
 
-def test_lengths_and_ends() -> None:
+def test_limits_and_stop_strings_are_read() -> None:
     for name, n in (("max_tokens", 0), ("max_completion_tokens", 9), ("n_predict", -1)):
         assert chat(**{name: n}).generation.max_tokens == n
         assert chat(**{name: -2}).generation.max_tokens == -1  # as llama.cpp's server takes it
@@ -117,7 +117,7 @@ def test_lengths_and_ends() -> None:
     assert chat(ignore_eos=True).generation.ignore_eos
 
 
-def test_other_spellings_of_values() -> None:
+def test_other_spellings_of_values_are_read() -> None:
     """What llama.cpp's, vLLM's and ollama's clients send."""
     assert chat(top_k=-1).sampling.top_k == 0
     assert chat(grammar="", stop=["x", ""]) == chat(stop="x")
@@ -148,7 +148,7 @@ def test_other_spellings_of_values() -> None:
     )
 
 
-def test_prompts() -> None:
+def test_prompts_are_texts_tokens_or_turns() -> None:
     assert read("completion", prompt=[1, 2, 3]).tokens == (1, 2, 3)
     assert read("completion", prompt=[[1, 2]]).tokens == (1, 2)
     assert read("completion", prompt=["only"]).text == "only"

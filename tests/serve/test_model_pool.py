@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -55,7 +54,7 @@ class Served(Pooled):
     def busy(self, model: str) -> Iterator[None]:
         """An answer of a model is under way meanwhile, and decodes nothing."""
         self.ask(model)
-        # An answer that is told counts as open for a moment more.
+        # An answer that was sent still counts as open for a moment.
         wait_until(lambda: self.pool.n_open == 0, "the end of the first answer")
         body = {"model": model, "prompt": "x", "stream": True}
         served = self.pool.models[model].model
@@ -143,7 +142,7 @@ def test_answers_are_those_of_each_model_alone(
 
 
 def test_a_model_that_is_used_after_its_time_stays_loaded(files: Path) -> None:
-    """Its time is over while another model is loaded, so that it cannot be unloaded at once."""
+    """Its time ends while another model is being loaded, so it cannot be unloaded at once."""
     is_loading = threading.Event()
     goes_on = threading.Event()
 
@@ -157,10 +156,11 @@ def test_a_model_that_is_used_after_its_time_stays_loaded(files: Path) -> None:
         server.ask("a")
         other = pool.submit(server.ask, "b")
         assert is_loading.wait(PATIENCE_S)
-        for keep_alive in ("0.001s", "1h"):
-            body = {**asked, "keep_alive": keep_alive}
-            assert server.http.post("/api/generate", json=body).status_code == 200
-            time.sleep(0.2)
+        short = {**asked, "keep_alive": "0.001s"}
+        assert server.http.post("/api/generate", json=short).status_code == 200
+        wait_until(lambda: server.pool.models["a"].remaining_s < 0.0, "the end of its time")
+        long = {**asked, "keep_alive": "1h"}
+        assert server.http.post("/api/generate", json=long).status_code == 200
         goes_on.set()
         assert other.result().status_code == 200
         assert server.statuses == {"a": "loaded", "b": "loaded", "c": "unloaded"}
@@ -192,7 +192,7 @@ def test_the_least_recently_used_model_is_unloaded(files: Path) -> None:
 def test_a_model_that_fails_to_close_makes_room(
     files: Path, expected: dict[tuple[str, str], str]
 ) -> None:
-    """For example since what it learnt cannot be saved. All else of it is closed."""
+    """For example, because what it learnt cannot be saved. Everything else of it is closed."""
 
     def fail(_name: str) -> None:
         if len(server.loads) < 4:
@@ -207,7 +207,7 @@ def test_a_model_that_fails_to_close_makes_room(
         assert server.notes.count("unloaded a") == 2
 
 
-def test_requests_that_come_while_the_server_ends(files: Path) -> None:
+def test_requests_are_refused_while_the_server_ends(files: Path) -> None:
     """On a connection that was open before, for example."""
     with serving(files) as server:
         server.ask("a")
@@ -241,7 +241,7 @@ def test_a_busy_model_stays_and_the_request_waits(
         with server.busy("a"):
             asked = [pool.submit(server.ask, "b")]
             wait_until(lambda: server.pool.n_open == 2, "the request")
-            # Later requests for the loaded model wait behind it: they could go on for ever.
+            # Later requests for the loaded model queue after it. Otherwise it could wait forever.
             asked.append(pool.submit(server.ask, "a"))
             wait_until(lambda: server.pool.n_open == 3, "the second request")
             assert server.statuses == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
@@ -294,7 +294,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(files: Path) 
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_unknown_names(files: Path, path: str) -> None:
+def test_unknown_names_are_refused_with_the_known_ones(files: Path, path: str) -> None:
     with serving(files) as server:
         answer = server.http.post(path, json={"model": "d", "prompt": "x", "content": "x"})
         assert answer.status_code == 404
@@ -309,7 +309,7 @@ def test_unknown_names(files: Path, path: str) -> None:
         assert server.loads == []
 
 
-def test_models_that_are_not_loaded_in_anthropics_form(files: Path) -> None:
+def test_unloaded_models_are_listed_in_anthropics_form(files: Path) -> None:
     with serving(files) as server:
         with anthropic.Anthropic(base_url=str(server.http.base_url), api_key="none") as client:
             models = list(client.models.list())
@@ -320,7 +320,7 @@ def test_models_that_are_not_loaded_in_anthropics_form(files: Path) -> None:
         assert server.loads == []
 
 
-def test_a_client_that_goes_away_while_it_waits(files: Path) -> None:
+def test_a_client_that_goes_away_while_it_waits_loads_nothing(files: Path) -> None:
     with serving(files, n_loaded=1) as server:
         with server.busy("a"):
             with pytest.raises(httpx.ReadTimeout):

@@ -62,7 +62,7 @@ EDITORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", EDITORS)
-def test_what_editors_send(server: Running, name: str) -> None:
+def test_what_editors_send_is_answered(server: Running, name: str) -> None:
     found = server.post("/infill", **EDITORS[name])
     assert found.status_code == 200, found.text
     body = found.json()
@@ -75,7 +75,7 @@ def test_what_editors_send(server: Running, name: str) -> None:
         assert body["content"] == ""
     else:
         ignored = [each.partition(":")[0] for each in body["warnings"]]
-        assert ignored == ["samplers", *(each for each in ("lora",) if each in EDITORS[name])]
+        assert ignored == (["samplers", "lora"] if "lora" in EDITORS[name] else ["samplers"])
 
 
 def test_an_answer_of_no_tokens_warms_the_cache_up(server: Running) -> None:
@@ -97,8 +97,8 @@ def test_an_answer_ends_before_a_line_with_less_indentation(server: Running) -> 
 
 
 @pytest.mark.parametrize("prompt", ["the cat is ", ""])
-def test_the_same_gap_in_every_form(server: Running, prompt: str) -> None:
-    """At the beginning of a file, no text is before the gap."""
+def test_a_gap_is_filled_alike_in_every_form(server: Running, prompt: str) -> None:
+    """Also at the beginning of a file, where there is no text before the gap."""
     asked: dict[str, Any] = {"prompt": prompt, "suffix": " the house"}
     gap = {"input_prefix": prompt, "input_suffix": " the house"}
     middle = server.post("/infill", n_predict=8, **gap).json()["content"]
@@ -123,7 +123,7 @@ def test_the_same_gap_in_every_form(server: Running, prompt: str) -> None:
     assert not any("usage" in chunk for chunk in chunks[:-1])
 
 
-def test_mistrals_name_of_the_seed(server: Running) -> None:
+def test_mistrals_name_for_the_seed_is_read(server: Running) -> None:
     asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "temperature": 2}
     wanted = server.post("/v1/completions", seed=7, **asked).json()["choices"][0]["text"]
     answer = server.post("/v1/fim/completions", random_seed=7, **asked).json()
@@ -133,7 +133,7 @@ def test_mistrals_name_of_the_seed(server: Running) -> None:
     assert other["choices"][0]["message"]["content"] != wanted
 
 
-def test_no_text_at_all(server: Running) -> None:
+def test_a_gap_without_any_text_is_refused(server: Running) -> None:
     for path in ("/v1/completions", "/v1/fim/completions"):
         error = server.post(path, prompt="", suffix="").json()["error"]
         assert (error["param"], error["message"]) == ("prompt", "prompt: it is empty")
@@ -198,19 +198,21 @@ def test_a_character_cut_in_two_is_answered(server: Running) -> None:
 # --- log-probabilities ----------------------------------------------------------------------------
 
 
-def exact(server: Running, tokens: list[int]) -> list[list[float]]:
-    """The log-probabilities behind each of the tokens, from answers to all beginnings."""
+def exact(server: Running, tokens: list[int]) -> list[dict[int, float]]:
+    """The log-probabilities after each token, from answers to all prefixes."""
     found = []
     for n in range(1, len(tokens)):
         body = {"prompt": tokens[:n], "max_tokens": 1, "logit_bias": {}, "n_probs": 100}
         (entry,) = server.post("/completion", **body).json()["completion_probabilities"]
         found.append({top["id"]: top["logprob"] for top in entry["top_logprobs"]})
-    return found  # type: ignore[return-value]
+    return found
 
 
 @pytest.mark.parametrize("n_tokens", [0, 1])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_prompts_log_probabilities(server: Running, n_tokens: int, streams: bool) -> None:
+def test_an_echo_has_the_prompts_log_probabilities(
+    server: Running, n_tokens: int, streams: bool
+) -> None:
     """As evaluations ask for them: several prompts of tokens, longer than the rows of a batch that
     have logits.
     """
@@ -238,14 +240,14 @@ def test_a_prompts_log_probabilities(server: Running, n_tokens: int, streams: bo
     for place, probabilities in enumerate(exact(server, tokens), 1):
         own, tops = found["token_logprobs"][place], found["top_logprobs"][place]
         assert found["tokens"][place] in tops
-        assert own == pytest.approx(probabilities.get(tokens[place], own), abs=1e-4)  # type: ignore[attr-defined]
-        best = sorted(probabilities.values(), reverse=True)[:3]  # type: ignore[attr-defined]
+        assert own == pytest.approx(probabilities.get(tokens[place], own), abs=1e-4)
+        best = sorted(probabilities.values(), reverse=True)[:3]
         assert sorted(tops.values(), reverse=True)[:3] == pytest.approx(best, abs=1e-4)
     for offset, token in zip(found["text_offset"], found["tokens"], strict=True):
         assert "\\x" in token or said[offset:].startswith(token)
 
 
-def test_an_echo_without_log_probabilities(server: Running) -> None:
+def test_an_echo_needs_no_log_probabilities(server: Running) -> None:
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 3}
     alone = server.post("/v1/completions", **body).json()["choices"][0]["text"]
     whole = server.post("/v1/completions", echo=True, **body).json()["choices"][0]
@@ -286,7 +288,7 @@ def test_the_progress_of_the_prefill_is_reported_on_request(server: Running) -> 
 # --- ollama ---------------------------------------------------------------------------------------
 
 
-def test_ollamas_paths(server: Running) -> None:
+def test_ollamas_paths_give_the_same_answers(server: Running) -> None:
     options = {"num_predict": 6, "temperature": 0, "num_ctx": 64}
     asked: dict[str, Any] = {"model": "any", "messages": TURNS, "options": options}
     whole = server.post("/api/chat", stream=False, keep_alive="5m", **asked).json()
@@ -315,7 +317,7 @@ def test_ollamas_paths(server: Running) -> None:
         assert model["name"] == "target"
 
 
-def test_ollamas_calls_and_forms(server: Running) -> None:
+def test_ollamas_calls_and_formats_are_supported(server: Running) -> None:
     call = {"function": {"name": "weather", "arguments": {"place": "m"}}}
     turns = [
         {"role": "user", "content": "hot?", "images": ["aGk="]},
@@ -375,7 +377,7 @@ def test_tokens_are_counted_for_every_api(server: Running) -> None:
     assert server.post("/v1/messages/count_tokens", messages=long).json()["input_tokens"] > 20_000
 
 
-def test_a_tokenizer_at_a_distance(server: Running) -> None:
+def test_the_tokenizer_can_be_used_remotely(server: Running) -> None:
     """As evaluations use a server's tokenizer, by vLLM's names."""
     about = server.http.get("/tokenizer_info").json()
     assert about["eos_token"]
@@ -553,7 +555,7 @@ def test_a_penalty_that_no_logit_survives_is_refused(server: Running, name: str)
     assert found.json()["error"]["param"] == name
 
 
-def test_an_answer_of_nothing_is_finished(server: Running) -> None:
+def test_an_answer_of_no_tokens_is_finished(server: Running) -> None:
     """Also with a grammar that forces tokens."""
     for more in ({}, {"grammar": 'root ::= "abc"'}, {"ignore_eos": True}):
         found = server.post("/v1/completions", prompt=PROMPT, max_tokens=0, **more).json()

@@ -247,7 +247,7 @@ def test_a_client_that_goes_ends_its_request(folder: Path) -> None:
         assert len(server.embedded) <= n_before + 2
 
 
-def test_a_request_that_takes_too_long(folder: Path) -> None:
+def test_a_request_that_takes_too_long_times_out(folder: Path) -> None:
     with serving(folder, "encoder", limits=Limits(request_s=0.3)) as server:
         server.goes_on.clear()
         refused = server.embed(input="x")

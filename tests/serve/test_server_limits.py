@@ -43,7 +43,7 @@ def server(model: Path) -> Iterator[Running]:
         yield server
 
 
-def test_a_body_that_is_too_large(server: Running) -> None:
+def test_a_body_that_is_too_large_is_refused(server: Running) -> None:
     found = server.http.post("/v1/completions", content=b" " * 200_001)
     assert found.status_code == 413
     assert found.json()["error"]["code"] == "request_too_large"
@@ -54,7 +54,7 @@ def test_a_body_that_is_too_large(server: Running) -> None:
     assert server.http.post("/v1/completions", content=pieces()).status_code == 413
 
 
-def test_images_do_not_count(server: Running) -> None:
+def test_images_do_not_count_towards_the_limit(server: Running) -> None:
     """They are left out, wherever they are and however the client escapes base64."""
     text = {"type": "text", "text": "hi"}
     for image in ("abcd" * 100_000, "ab/d" * 100_000):
@@ -74,13 +74,13 @@ def test_images_do_not_count(server: Running) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
-def test_a_body_in_another_encoding_of_unicode(server: Running, encoding: str) -> None:
+def test_a_body_in_another_encoding_of_unicode_is_read(server: Running, encoding: str) -> None:
     body = json.dumps({"prompt": "é", "max_tokens": 0, "echo": True}, ensure_ascii=False)
     found = server.http.post("/v1/completions", content=body.encode(encoding))
     assert found.json()["choices"][0]["text"] == "é"
 
 
-def test_a_compressed_body(server: Running) -> None:
+def test_a_compressed_body_is_refused(server: Running) -> None:
     body = gzip.compress(b'{"prompt": "x"}')
     found = server.http.post("/v1/completions", content=body, headers={"Content-Encoding": "gzip"})
     assert found.status_code == 415
@@ -90,13 +90,13 @@ def test_a_compressed_body(server: Running) -> None:
     assert server.http.post("/v1/completions", content="{}", headers=same).status_code == 400
 
 
-def test_a_prompt_that_is_too_long(server: Running) -> None:
+def test_a_prompt_that_is_too_long_is_refused(server: Running) -> None:
     found = server.post("/v1/completions", prompt="x" * 150)
     assert found.status_code == 400
     assert "100 are allowed" in found.json()["error"]["message"]
 
 
-def test_an_answer_is_cut(server: Running) -> None:
+def test_an_answer_is_cut_at_the_limit(server: Running) -> None:
     for n_tokens in (1000, -1):
         asked: Any = {"prompt": "x", "ignore_eos": True, "max_tokens": n_tokens}
         body = server.post("/v1/completions", **asked).json()
@@ -104,7 +104,7 @@ def test_an_answer_is_cut(server: Running) -> None:
         assert body["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_full_queue(server: Running) -> None:
+def test_a_full_queue_refuses_further_requests(server: Running) -> None:
     with ThreadPoolExecutor() as pool:
         with server.standing_still():
             waiting = [
@@ -135,7 +135,7 @@ def test_a_client_that_goes_away_leaves_the_queue_at_once(server: Running) -> No
     wait_until(lambda: server.engine.is_idle, "the first answer")
 
 
-def test_a_body_that_does_not_come(server: Running) -> None:
+def test_a_body_that_does_not_arrive_times_out(server: Running) -> None:
     with _connected(server) as slow:
         slow.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\n\r\n{"
@@ -159,14 +159,14 @@ def test_a_time_limit_ends_an_answer(model: Path) -> None:
         wait_until(lambda: server.engine.is_idle, "the end")
 
 
-def test_a_client_that_does_not_read(model: Path) -> None:
-    """Others are answered meanwhile, and in the end it is let go of, with its answers."""
+def test_a_client_that_does_not_read_is_disconnected(model: Path) -> None:
+    """Others are answered meanwhile. Its answer is cancelled, and its connection closed."""
     options = ServerOptions(port=0, limits=Limits(client_s=3.0))
     with (
         running(session_of(model, max_tokens=-1), options, n_parallel=2, n_ctx=8192) as server,
         _connected(server, n_received=4096) as slow,
     ):
-        # The most that can be said of each token, so that it does not fit the system's buffers.
+        # As much as possible about each token, so that it does not fit into the system's buffers.
         _ask(slow, prompt="x", ignore_eos=True, stream=True, logprobs=100)
         wait_until(lambda: server.metric("requests_processing") == 1, "the request")
         fast = server.post("/v1/completions", prompt="the cat", max_tokens=8)
@@ -177,7 +177,7 @@ def test_a_client_that_does_not_read(model: Path) -> None:
         wait_until(lambda: len(server.server.server_state.connections) == 1, "its end")
 
 
-def test_clients_that_go_away(model: Path) -> None:
+def test_answers_of_clients_that_go_away_are_cancelled(model: Path) -> None:
     with running(session_of(model, max_tokens=-1), n_parallel=2, n_ctx=8192) as server:
         for streams in (True, False):
             with _connected(server) as gone:
@@ -191,7 +191,7 @@ def test_clients_that_go_away(model: Path) -> None:
 # --- who may use it
 
 
-def test_keys(model: Path) -> None:
+def test_requests_need_a_valid_key(model: Path) -> None:
     options = ServerOptions(port=0, api_keys=("first", "second"))
     with running(session_of(model), options) as server:
         for key in ("first", "second"):
@@ -212,7 +212,7 @@ def test_keys(model: Path) -> None:
                 assert found.status_code == 401
 
 
-def test_pages_from_elsewhere(server: Running) -> None:
+def test_requests_from_other_origins_and_hosts_are_refused(server: Running) -> None:
     get = server.http.get
     own = server.url.removeprefix("http://")
     assert get("/v1/models", headers={"Origin": server.url}).status_code == 200
@@ -248,7 +248,7 @@ PREFLIGHT = {
         "http://[::1]:8000",
     ],
 )
-def test_pages_from_this_machine(server: Running, origin: str) -> None:
+def test_pages_from_this_machine_are_answered(server: Running, origin: str) -> None:
     asked = server.http.options("/v1/chat/completions", headers={"Origin": origin, **PREFLIGHT})
     assert asked.status_code == 200
     assert "POST" in asked.headers["access-control-allow-methods"]
@@ -287,7 +287,7 @@ def test_pages_from_this_machine(server: Running, origin: str) -> None:
         "",
     ],
 )
-def test_pages_from_anywhere_else(server: Running, origin: str) -> None:
+def test_no_other_origin_is_taken_for_this_machine(server: Running, origin: str) -> None:
     for method, path in (
         ("GET", "/v1/models"),
         ("GET", "/health"),
@@ -313,7 +313,7 @@ def test_a_page_from_this_machine_needs_a_key_if_there_are_keys(model: Path) -> 
         assert server.http.get("/v1/models", headers=origin).status_code == 200
 
 
-def test_pages_that_are_allowed(model: Path) -> None:
+def test_pages_of_an_allowed_origin_are_answered(model: Path) -> None:
     origin = "https://example.org"
     with running(session_of(model), ServerOptions(port=0, cors_origins=(origin,))) as server:
         found = server.http.get("/v1/models", headers={"Origin": origin})
@@ -373,7 +373,7 @@ def test_a_bug_in_the_engines_thread_ends_the_server(
 # --- connections and preparations
 
 
-def test_a_head_that_does_not_come(server: Running) -> None:
+def test_a_connection_without_a_complete_head_is_closed(server: Running) -> None:
     """Neither a silent connection nor one that sends a head byte by byte is kept."""
     for pieces in ([], [b"GET /health HTTP/1.1\r\n"], [b"GET / HTTP/1.1\r\n", *[b"A: b\r\n"] * 40]):
         with _connected(server) as slow:
@@ -399,7 +399,7 @@ def test_a_kept_connection_has_the_time_for_a_head_again(server: Running) -> Non
 
 
 def test_closed_connections_are_forgotten(server: Running) -> None:
-    """Not only when the time for the next head is over."""
+    """Immediately, and not only when the time for the next head is over."""
     n_before = _n_in_memory(RequestResponseCycle)
     for _ in range(20):
         with _connected(server) as closed:
@@ -425,7 +425,7 @@ def test_small_writes_are_sent_at_once(server: Running) -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_health_checks_of_http_1_0(server: Running) -> None:
+def test_health_checks_of_http_1_0_are_answered(server: Running) -> None:
     """As haproxy's `option httpchk` and old monitors send them: without a Host."""
     for head in (b"GET /health HTTP/1.0\r\n\r\n", b"OPTIONS / HTTP/1.0\r\n\r\n"):
         with _connected(server) as checker:
@@ -449,7 +449,7 @@ def test_a_client_that_half_closes_gets_its_answer(server: Running, streams: boo
     assert b"timings" in answer
 
 
-def test_a_client_that_closes_is_gone(server: Running) -> None:
+def test_a_request_ends_when_its_client_closes(server: Running) -> None:
     """Also before the first token, when it looks like one that has half-closed."""
     asked: Any = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
     with server.standing_still():
@@ -459,7 +459,7 @@ def test_a_client_that_closes_is_gone(server: Running) -> None:
         wait_until(lambda: not server.server.server_state.tasks, "the end of the request")
 
 
-def test_a_broken_body_after_the_response(
+def test_a_broken_body_after_the_response_closes_the_connection(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may come late, from a client that is refused before it has sent everything."""
@@ -472,7 +472,7 @@ def test_a_broken_body_after_the_response(
     assert caplog.records == []
 
 
-def test_a_client_that_half_closes_too_early(server: Running) -> None:
+def test_a_client_that_half_closes_too_early_is_disconnected(server: Running) -> None:
     """Its body can never be complete."""
     with _connected(server) as client:
         client.sendall(

@@ -39,7 +39,9 @@ def said(server: Running, prompt: Any) -> str:
         return text
 
 
-def test_a_chat(server: Running, client: openai.OpenAI) -> None:
+def test_a_chat_is_answered_as_the_target_alone_would(
+    server: Running, client: openai.OpenAI
+) -> None:
     answer = client.chat.completions.create(model="any", messages=MESSAGES)
     (choice,) = answer.choices
     assert choice.message.role == "assistant"
@@ -101,7 +103,7 @@ def test_several_prompts_and_several_answers(client: openai.OpenAI) -> None:
     assert len({choice.text for choice in answer.choices}) > 2
 
 
-def test_a_text_with_a_suffix(server: Running, client: openai.OpenAI) -> None:
+def test_a_text_with_a_suffix_is_a_gap(server: Running, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="any", prompt="the cat ", suffix=" the house")
     filled = server.post("/infill", input_prefix="the cat ", input_suffix=" the house").json()
     assert answer.choices[0].text == filled["content"]
@@ -180,7 +182,7 @@ def test_unsupported_options_are_rejected_by_name(
     assert caught.value.type == "invalid_request_error"
 
 
-def test_paths_that_there_are_not(server: Running) -> None:
+def test_unknown_paths_and_methods_are_errors(server: Running) -> None:
     assert server.http.get("/v2/models").status_code == 404
     assert server.http.get("/v1/chat/completions").status_code == 405
     error = server.http.get("/v2/models").json()["error"]
@@ -243,7 +245,7 @@ def test_variables_and_earlier_reasoning_reach_the_template(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000])
-def test_invalid_bodies(server: Running, body: bytes) -> None:
+def test_invalid_bodies_are_refused(server: Running, body: bytes) -> None:
     found = server.http.post("/v1/completions", content=body)
     assert found.status_code == 400
     assert found.json()["error"]["message"]

@@ -143,7 +143,9 @@ GUIDES: list[tuple[str, Any, set[str]]] = [
 
 
 @pytest.mark.parametrize(("kind", "value", "texts"), GUIDES)
-def test_guided_answers(server: Running, kind: str, value: Any, texts: set[str]) -> None:
+def test_guided_answers_follow_their_guide(
+    server: Running, kind: str, value: Any, texts: set[str]
+) -> None:
     for body in ({f"guided_{kind}": value}, {"structured_outputs": {kind: value}}):
         asked = {**body, "temperature": 1.0, "seed": 3}
         chat = server.post("/v1/chat/completions", messages=MESSAGES, **asked).json()

@@ -61,7 +61,7 @@ SUM = ("add", {"numbers": [1, 2.5, {"a": None}]})
 #: Answers, what is content in them, and their calls.
 ANSWERS: dict[str, tuple[CallForm, str, str | None, list[tuple[str, Any]]]] = {
     "one": (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", None, [WEATHER]),
-    "behind text": (
+    "after text": (
         HERMES,
         f"Let me see.\n\n<tool_call>{CALL}</tool_call>\n",
         "Let me see.",
@@ -163,7 +163,7 @@ TEXTS = [
 ]
 
 
-#: Arguments whose text looks like the marks around it, in as far as a form can tell.
+#: An argument that looks like the marks around it, as far as a form can still tell them apart.
 CITY = 'Köln "} </tool_call>\n  <b> & \\ {x} '
 WRITTEN: dict[str, str] = {
     "Devstral": '[TOOL_CALLS]weather[ARGS]{"city": "K", '
@@ -200,7 +200,7 @@ WRITTEN: dict[str, str] = {
 }
 
 
-#: Calls whose first mark is left out, as several families do it, the second time with the mark.
+#: Calls of which the first lacks its mark, as several families write them, and the second has it.
 WITHOUT_MARK: dict[str, str] = {
     "Qwen-Coder": WRITTEN["Qwen-Coder"].removeprefix("<tool_call>\n"),
     "Kimi": WRITTEN["Kimi"].removeprefix("<|section|>").removesuffix("<|/section|>"),
@@ -212,11 +212,11 @@ WITHOUT_MARK: dict[str, str] = {
 #: Answers that are cut, with their content and calls: no part of an unfinished call is content.
 CUT: dict[str, tuple[CallForm, str, str, list[tuple[str, Any]]]] = {
     "in the arguments": (HERMES, CUT_CALL, "", []),
-    "behind text": (HERMES, f"Let me see.\n\n{CUT_CALL}", "Let me see.", []),
+    "after text": (HERMES, f"Let me see.\n\n{CUT_CALL}", "Let me see.", []),
     "in the second": (HERMES, f"<tool_call>{ADD}</tool_call>\n{CUT_CALL}", "", [SUM]),
     "in the closing mark": (HERMES, f"<tool_call>\n{ADD}\n</tool_c", "", [SUM]),
     "in the next mark": (HERMES, f"<tool_call>\n{ADD}\n</tool_call>\n<tool_", "", [SUM]),
-    "behind the mark": (HERMES, "Well <tool_call>\n", "Well", []),
+    "after the mark": (HERMES, "Well <tool_call>\n", "Well", []),
     "in a bare call": (HERMES, '{"name": "add", "arguments": {"numbers": [1', "", []),
     "in a fence": (HERMES, '```json\n{"name": "add", "ar', "", []),
     "in a list": (MISTRAL, f"[TOOL_CALLS] [{ADD}, ", "", [SUM]),
@@ -378,16 +378,16 @@ _MARKS += ['{"name": "weather", "arguments": ', '{"city": "']
     name=st.sampled_from([*BEGUN]),
     place=st.integers(0, 200),
     junk=st.lists(st.sampled_from(_MARKS), max_size=12).map("".join),
-    behind=st.booleans(),
+    has_rest=st.booleans(),
     data=st.data(),
     is_cut=st.booleans(),
 )
 def test_the_stream_does_not_depend_on_how_the_text_is_split(
-    name: str, place: int, junk: str, behind: bool, data: st.DataObject, is_cut: bool
+    name: str, place: int, junk: str, has_rest: bool, data: st.DataObject, is_cut: bool
 ) -> None:
     """Whatever a model writes: once, in single characters, and in any pieces."""
     call = WRITTEN.get(name, BEGUN[name][0] + '"}}')
-    text = call[:place] + junk + (call[place:] if behind else "")
+    text = call[:place] + junk + (call[place:] if has_rest else "")
     ends = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     content, calls, _ = streamed(form(name), [text], is_cut=is_cut)
@@ -413,7 +413,7 @@ def test_the_form_is_found_by_rendering_the_template(name: str) -> None:
 
 
 @pytest.mark.parametrize("template", ["", "{{ messages }}", UNKNOWN, "{{ tools.x.y }}", "{% tools"])
-def test_a_form_that_is_not_known(template: str) -> None:
+def test_a_template_with_an_unknown_form_has_none(template: str) -> None:
     assert form_of(template) is None
 
 
@@ -558,8 +558,12 @@ def test_gpt_oss_names_the_channel_of_a_call_anywhere() -> None:
 IN_THOUGHTS: dict[str, tuple[str, str, int]] = {
     "at the end": (f"Why. <tool_call>{CALL}</tool_call>\n", "Why.", 1),
     "two": (f"<tool_call>{CALL}</tool_call>\n<tool_call>{ADD}</tool_call>", "", 2),
-    "text behind": (f"A <tool_call>{CALL}</tool_call> B", f"A <tool_call>{CALL}</tool_call> B", 0),
-    "an end behind": (
+    "text after it": (
+        f"A <tool_call>{CALL}</tool_call> B",
+        f"A <tool_call>{CALL}</tool_call> B",
+        0,
+    ),
+    "the end of thoughts after it": (
         f"A <tool_call>{CALL}</tool_call></think>Hi",
         f"A <tool_call>{CALL}</tool_call>",
         0,
@@ -783,9 +787,12 @@ def test_an_answer_is_a_call_or_follows_its_own_grammar(tmp_path: Path) -> None:
     template, controls = TEMPLATES["Hermes"]
     schema = {"enum": ["yes", "no"]}
     asked = request(template, json_schema=schema, parallel_tool_calls=False)
-    for answer in answers(tmp_path, asked, controls):
-        message = said(asked, answer.text)
-        assert message.get("tool_calls") or message["content"] in ('"yes"', '"no"')
+    # Six answers are enough for both to occur.
+    messages = [said(asked, answer.text) for answer in answers(tmp_path, asked, controls, n=6)]
+    contents = {message["content"] for message in messages if not message.get("tool_calls")}
+    assert any(message.get("tool_calls") for message in messages)
+    assert contents
+    assert contents <= {'"yes"', '"no"'}
 
 
 def test_the_text_after_a_repaired_one_is_complete() -> None:
@@ -800,7 +807,7 @@ def test_the_text_after_a_repaired_one_is_complete() -> None:
 
 
 MARKS = ["<a>", "[CALLS]", "<|x|>", "<x:call>", "functools["]
-BEHIND = st.lists(st.sampled_from([*MARKS[:3], "\n", " ", ":", "functions.", "é"]), max_size=3)
+AFTER = st.lists(st.sampled_from([*MARKS[:3], "\n", " ", ":", "functions.", "é"]), max_size=3)
 ENDS = st.lists(st.sampled_from(["</a>", "[/CALLS]", "<|/x|>", "\n", "]"]), max_size=2).map("".join)
 AROUND = [
     ("", ""),
@@ -814,11 +821,11 @@ AROUND = [
 
 @settings(max_examples=100, deadline=None)
 @given(
-    opening=st.tuples(st.sampled_from(MARKS), BEHIND.map("".join)).map("".join),
+    opening=st.tuples(st.sampled_from(MARKS), AFTER.map("".join)).map("".join),
     between=st.sampled_from(["", "\n", ", ", "<|n|>", ";"]),
     closing=ENDS,
     around=st.sampled_from(AROUND),
-    after=BEHIND.map("".join),
+    after=AFTER.map("".join),
     kind=st.sampled_from(["object", "json", "pairs"]),
 )
 def test_a_detected_form_parses_what_its_template_writes(

@@ -237,7 +237,7 @@ def test_results_belong_to_calls_of_their_names() -> None:
 @pytest.mark.parametrize(
     ("template", "turns"),
     [
-        # It writes only the last message, so that nothing tells what fits it.
+        # It writes only the last message, so nothing shows which shape fits it.
         ("{{ messages[-1].content }}", ["user: 0", "assistant: 1", "user: 2", "user: 3"]),
         # It refuses this text in turns of its own.
         (

@@ -175,7 +175,7 @@ def test_concurrent_answers_are_the_same_as_alone(
         (FIXED, SamplerOptions()),
     ],
 )
-def test_with_trees_and_seeds_too(
+def test_answers_with_trees_and_seeds_are_the_same_as_alone(
     models: Path, costs: VirtualTime, tree: TreeShape, sampler: SamplerOptions
 ) -> None:
     with engine_of(models, costs, 4, sampler=sampler, drafting={"tree": tree}) as (loaded, engine):
@@ -663,7 +663,7 @@ def test_a_cancelled_prefill_ends_in_the_middle_of_a_part(
 def test_prefill_chunks_are_short_while_others_may_wait(
     models: Path, costs: VirtualTime, has_equal_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each then takes 0.3 s; where a text would depend on it, pieces stay as they are alone."""
+    """Each takes 0.3 s. If rows depend on the batch, chunks are as large as for a single answer."""
     monkeypatch.setattr(LlamaModel, "has_equal_rows", has_equal_rows)
     monkeypatch.setattr(scheduler, "N_PREFILL_ALONGSIDE", 8)
     with engine_of(models, costs, 2, drafter="ngram", n_batch=128) as (loaded, engine):
@@ -721,8 +721,8 @@ def test_an_answers_drafts_do_not_depend_on_earlier_answers(
             events = list(engine.stream(engine.insert(PROMPTS[1])))
         return [event.nodes for event in events if isinstance(event, DraftedEvent)]
 
-    # None begins like the one that is looked at: what a cache holds of a prompt is no secret. Nor
-    # is what decodes cost, which is known after some of them.
+    # No earlier prompt begins like the one that is compared: a shared prefix in the cache may
+    # show. So may the costs of decodes, which are known after some of them.
     few, many = (PROMPTS[0],) * 4, (PROMPTS[0], PROMPTS[3], PROMPTS[5]) * 4
     expected = drafts(few, learn_alone=True)
     assert expected

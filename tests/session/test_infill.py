@@ -24,7 +24,7 @@ _QWEN = "<|fim_prefix|>the cat is <|fim_suffix|> on the mat<|fim_middle|>"
 _QWEN_FILES = "<|repo_name|>zoo\n<|file_sep|>b.txt\na dog<|file_sep|>c.txt\na house"
 _FILES_2 = "<file_sep>b.txt\na dog<file_sep>c.txt\na house"
 _STARCODER = "the cat is <fim_suffix> on the mat<fim_middle>"
-#: For each family its control tokens, and the prompts for `GAP` alone and behind `MORE`.
+#: For each family its control tokens, and the prompts for `GAP` alone and after `MORE`.
 #: SentencePiece puts a space before the prefix; CodeLlama wants none before the suffix.
 FAMILIES = {
     "qwen": (
@@ -125,9 +125,9 @@ def test_the_prompt_fits_the_context(qwen: LlamaModel, n_room: int) -> None:
     short = infill_prompt(qwen, None, Gap(whole.prefix, whole.suffix), n_room)
     assert len(short[0].tokens) <= n_room
     assert bool(short[1]) == (n_room < 200)
-    before, _, behind = short[0].text.partition("<|fim_suffix|>")
+    before, _, after = short[0].text.partition("<|fim_suffix|>")
     assert whole.prefix.endswith(before.removeprefix("<|fim_prefix|>"))
-    assert whole.suffix.startswith(behind.removesuffix("<|fim_middle|>"))
+    assert whole.suffix.startswith(after.removesuffix("<|fim_middle|>"))
 
 
 def test_the_first_files_are_left_out_first(qwen: LlamaModel) -> None:

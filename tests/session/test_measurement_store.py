@@ -119,7 +119,7 @@ def test_a_fuller_context_starts_with_the_costs_of_the_nearest_one(file: Path) -
     assert known(again, n_past=600)[1] == pytest.approx(1.0)
     assert known(again, n_past=3000)[1] == pytest.approx(4.0)
     assert known(again, n_past=1 << 20)[1] == pytest.approx(4.0)
-    # It is a copy: what is seen here says nothing of there.
+    # It is a copy, so what is observed here does not change the original.
     for _ in range(50):
         again.costs(TARGET, CONTEXT).table(600).observe(1, 2.0)
     assert known(again)[1] == pytest.approx(1.0)

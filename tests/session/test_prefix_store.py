@@ -409,7 +409,7 @@ def test_a_store_that_cannot_be_used_changes_nothing(
         raise OSError(errno.ENOSPC if problem == "full" else errno.EROFS, "no room, or no right")
 
     def evicted(saved: SavedText, *where: Any) -> RestoreResult:
-        saved.path.unlink()  # by another process, behind the search
+        saved.path.unlink()  # as another process might, after the search
         return restore(saved, *where)
 
     if problem == "no folder":
@@ -433,7 +433,9 @@ def test_a_store_that_cannot_be_used_changes_nothing(
     assert bool(stored(folder)) == (problem == "seen")
 
 
-def test_a_model_that_is_replaced_while_it_is_in_use(models: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_replaced_while_in_use_keeps_its_own_entries(
+    models: Path, tmp_path: Path
+) -> None:
     """What is stored belongs to the file that was loaded, and not to the one that has its name by
     then.
     """

@@ -233,7 +233,7 @@ def test_a_dead_end_in_a_grammar_ends_only_its_own_answer(place: int, depth: int
         if number == place:
             assert isinstance(generation.failure, NoTokenAllowedError)
             assert generation.finish_reason is None
-            # What was accepted in its last round is not told; nothing else is missing.
+            # What its last round accepted is missing, and nothing else.
             assert 0 < len(generation.answer) <= depth
             assert generation.tokens == alone.tokens[: len(generation.tokens)]
         else:

@@ -317,7 +317,7 @@ def automata(draw: st.DrawFn) -> FakeGrammar:
     n_ctx=st.integers(len(PROMPT), 60),
     penalties=st.sampled_from([{}, AGAINST_REPETITION]),
 )
-def test_any_automaton(
+def test_any_automaton_gives_the_constrained_plain_text(
     rules: FakeGrammar,
     kind: str,
     n_draft: int,
@@ -446,7 +446,7 @@ def test_the_estimated_speed_up_does_not_count_what_plain_decoding_gets_for_free
 
 @pytest.mark.parametrize("n_forced", [3, 18, 45])
 @pytest.mark.parametrize("kind", [None, "good"])
-def test_the_target_s_time_includes_forced_text_that_is_decoded_separately(
+def test_the_targets_time_includes_forced_text_that_is_decoded_separately(
     kind: str | None, n_forced: int
 ) -> None:
     generation, summary = timed(kind, n_forced, CostTable(LINEAR), 20)

@@ -191,7 +191,7 @@ def test_allowed_and_forced_tokens_equal_brute_force(
         state = state.after(token)
     expected = reference.allowed(path)
     found = state.allows(every(vocabulary))
-    # Of a set that leaves out a character, llama.cpp refuses all that begin as this one does.
+    # If a set excludes a character, llama.cpp also rejects parts of others that begin alike.
     for token in np.flatnonzero(found & ~expected).tolist():
         assert "[^" in gbnf
         assert not is_utf8(text_bytes(vocabulary, [*path, token]))
@@ -212,7 +212,7 @@ def test_the_text_ends_where_the_grammar_does(vocabulary: LlamaVocabulary) -> No
     assert not state.allows(ends).any()
     state = state.after(a)
     assert state.allows(ends).all()
-    assert state.forced() is None  # it may go on
+    assert state.forced() is None  # it may continue
     state = state.after(b)
     assert state.forced() == ends[0]
     over = state.after(int(ends[0]))

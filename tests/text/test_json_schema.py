@@ -257,7 +257,7 @@ A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": 
             '{"kind": "dog", "tail": 1}',
         ),
         ({**PETS, "allOf": EITHER[:1]}, '{"kind": "cat"}', '{"kind": "cat", "tail": 1}'),
-        # options apart by what they require
+        # options that differ in what they require
         ({"oneOf": [{"type": "string"}, {"type": ["null", "integer"]}]}, "null", "1.5"),
         (
             {"oneOf": [{**DOG, "properties": {"a": {}}, "required": ["a"]}, DOG]},

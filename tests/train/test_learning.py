@@ -148,7 +148,7 @@ def test_what_is_better_on_the_latest_answers_is_used(models: Path, folder: Path
     learnt = read_learnt(folder, draft)
     assert names(folder) == [learnt.weights]
     assert (learnt.n_answers, learnt.last_number) == (30, 40)
-    # The next lesson goes on from there, and what was in use goes.
+    # The next lesson continues from there, and the weights that were in use are deleted.
     again = lesson(models, folder)
     assert again.agreement_in_use == pytest.approx(found.agreement_new)
     assert again.outcome in ("new", "kept")

@@ -81,7 +81,7 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
-def test_what_is_there_is_not_made_again(target: Path, folder: Path, copy: Path) -> None:
+def test_existing_answers_are_not_made_again(target: Path, folder: Path, copy: Path) -> None:
     """Answers to other prompts stay, but do not count."""
     own = [*prompts(23)[20:], prompts(20)[13]]
     with opened(target) as loaded:
@@ -109,7 +109,9 @@ def test_the_present_list_of_prompts_decides_which_are_held_back(folder: Path) -
     assert as_written == {prompts(25)[9], prompts(25)[19]}
 
 
-def test_a_damaged_answer_is_told_and_made_again(target: Path, folder: Path, copy: Path) -> None:
+def test_a_damaged_answer_is_reported_and_made_again(
+    target: Path, folder: Path, copy: Path
+) -> None:
     damaged = sorted(copy.glob("*.npz"))[3]
     damaged.write_bytes(damaged.read_bytes()[:-700])
     with pytest.raises(ModelFileError, match="not a stored answer") as raised:
@@ -126,7 +128,7 @@ def test_a_damaged_answer_is_told_and_made_again(target: Path, folder: Path, cop
     [(6, 99), (8, 1), (10, 99)],
     ids=["of a later version", "encrypted", "compressed in an unknown way"],
 )
-def test_a_single_wrong_byte_is_told(copy: Path, offset: int, value: int) -> None:
+def test_a_single_wrong_byte_is_reported(copy: Path, offset: int, value: int) -> None:
     """The first array in the archive seems to be stored in another way."""
     damaged = min(copy.glob("*.npz"))
     content = bytearray(damaged.read_bytes())
@@ -137,7 +139,7 @@ def test_a_single_wrong_byte_is_told(copy: Path, offset: int, value: int) -> Non
 
 
 def test_prompts_that_are_too_long_are_left_out_each_time(tmp_path: Path) -> None:
-    """Of the prompts left for a second command, all are too long."""
+    """All prompts that are left for a second command are too long."""
     config = TinyConfig(logit_scale=6, n_ctx_train=256)
     short = prompts(20)
     few_long = [*short, "a b " * 150]
