@@ -1,12 +1,12 @@
 // What the code for one instruction set offers to the rest of the library.
 //
-// Each of avx2.cpp, avx_vnni.cpp, avx512.cpp, avx512_vnni.cpp, amx_int8.cpp and neon_dotprod.cpp is compiled
-// with the compiler flags of its instruction set, and defines one constant table. Nothing else is
-// shared between these files, so that no function compiled for a newer CPU can be called on an
-// older one: they use no containers or algorithms of the standard library, and all their
-// templates have the vector type of the instruction set as a parameter. (amx_int8.cpp calls
-// functions of the table of avx512_vnni.cpp; code that both contain is compiled for the same
-// instructions.)
+// Each of avx2.cpp, avx_vnni.cpp, avx512.cpp, avx512_vnni.cpp, amx_int8.cpp and neon_dotprod.cpp is
+// compiled with the compiler flags of its instruction set, and defines a constant table for it
+// (avx512_vnni.cpp also one for AMD's CPUs). Nothing else is shared between these files, so that no
+// function compiled for a newer CPU can be called on an older one: they use no containers or
+// algorithms of the standard library, and all their templates have the vector type of the
+// instruction set as a parameter. (amx_int8.cpp calls functions of the table of avx512_vnni.cpp;
+// code that both contain is compiled for the same instructions.)
 #pragma once
 
 #include <cstddef>

@@ -71,8 +71,8 @@ struct Inputs {
         n_groups = std::max<int64_t>(1, n_groups);
         n_threads = n_groups > 1 ? 2 : 1;
         weights = allocate(bytes());
-        // With these bits, no scale or weight is infinite, NaN, negative, or so small (subnormal) that
-        // the CPU takes a hundred times as long to multiply it.
+        // With these bits, no scale or weight is infinite, NaN, negative, or so small (subnormal)
+        // that the CPU takes a hundred times as long to multiply it.
         for (size_t i = 0; i < bytes(); i++) {
             weights[i] = static_cast<char>(((i * 2654435761U) >> 13 & 0x3b) | 0x20);
         }
