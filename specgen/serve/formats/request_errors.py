@@ -68,8 +68,8 @@ class RequestError(Exception):
         if isinstance(error, BodyError):
             request_error.param = error.field
         if isinstance(error, PromptLengthError):
-            # LangChain and LiteLLM recognise the error by these words. The code is not enough: since
-            # version 3, the errors of OpenAI's client only show the message.
+            # LangChain and LiteLLM recognise the error by these words. The code is not enough:
+            # since version 3, the errors of OpenAI's client show only the message.
             request_error.message = f"prompt is too long: {error.message}"
             request_error.figures = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.n_most}
         return request_error
