@@ -530,19 +530,11 @@ def test_a_prompt_with_too_many_bytes_is_not_tokenized(
         ):
             assert found.status_code == 400
             assert found.json()["error"]["code"] == "context_length_exceeded"
-            assert_clients_see_a_long_prompt(found)
         assert max(tokenized, default=0) < 1000
 
 
-def assert_clients_see_a_long_prompt(response: httpx.Response) -> None:
-    """Clients recognise this error by parts of its message, and then shorten the prompt."""
-    error = response.json()["error"]
-    message = error if isinstance(error, str) else error["message"]
-    assert "prompt is too long" in message  # LangChain, LiteLLM
-    assert "maximum context length" in message  # CrewAI
-
-
 def test_clients_see_that_a_prompt_is_too_long(server: Running) -> None:
+    """LangChain and LiteLLM look for these words in the message, and shorten the prompt."""
     messages = [{"role": "user", "content": "the cat " * 200}]
     for path, body in (
         ("/v1/chat/completions", {"messages": messages}),
@@ -553,7 +545,7 @@ def test_clients_see_that_a_prompt_is_too_long(server: Running) -> None:
     ):
         found = server.post(path, **body)
         assert found.status_code == 400, path
-        assert_clients_see_a_long_prompt(found)
+        assert "prompt is too long: " in found.text
 
 
 def test_long_preparations_hold_up_no_short_one(

@@ -68,12 +68,9 @@ class RequestError(Exception):
         if isinstance(error, BodyError):
             request_error.param = error.field
         if isinstance(error, PromptLengthError):
-            # Agents look for these words, and shorten the prompt: LangChain and LiteLLM for the
-            # first half, CrewAI for the second. Since version 3 of OpenAI's client, its errors
-            # show the message without the code.
-            request_error.message = (
-                f"prompt is too long for the maximum context length: {error.message}"
-            )
+            # LangChain and LiteLLM recognise the error by these words. The code is not enough:
+            # since version 3, the errors of OpenAI's client show only the message.
+            request_error.message = f"prompt is too long: {error.message}"
             request_error.figures = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.n_most}
         return request_error
 
