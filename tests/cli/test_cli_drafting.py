@@ -302,8 +302,9 @@ def test_drafts_that_cannot_branch_are_chains_with_a_note(
     notices = [event["message"] for event in events if event["event"] == "notice"]
     assert any("--tree 2,2: " in text and "chains of 2 tokens" in text for text in notices)
     assert not any("failed" in text for text in notices)
-    for event in events:
-        if event["event"] == "drafted":
-            parents = [node["parent"] for node in event["nodes"]]
-            assert parents == list(range(-1, len(parents) - 1))
-            assert len(parents) <= 2
+    drafted = [event for event in events if event["event"] == "drafted"]
+    assert drafted
+    for event in drafted:
+        parents = [node["parent"] for node in event["nodes"]]
+        assert parents == list(range(-1, len(parents) - 1))
+        assert len(parents) <= 2

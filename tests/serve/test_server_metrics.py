@@ -73,7 +73,10 @@ def test_slots_report_their_state(tmp_path: Path) -> None:
         assert [slot["is_processing"] for slot in idle] == [False, False]
         asked = {"prompt": "x", "max_tokens": -1, "ignore_eos": True, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=asked) as response:
-            next(line for line in response.iter_lines() if line.startswith("data: "))
+            # Kept, because the connection would be closed with the iterator.
+            lines = response.iter_lines()
+            while not next(lines).startswith("data: "):
+                pass
             with server.standing_still():
                 busy = [slot for slot in server.http.get("/slots").json() if slot["is_processing"]]
         assert len(busy) == 1
