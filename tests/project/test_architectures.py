@@ -95,7 +95,7 @@ def test_failures_are_known_exceptions_or_reported(monkeypatch: pytest.MonkeyPat
     cases = (("a", "rows", False), ("a", "fuzz", False), ("b", "rows", True))
     results = [Result(name, "f32", "specgen", check, ok, "why") for name, check, ok in cases]
     assert list(run.unexpected(results)) == ["a, f32, computed by specgen: fuzz fails: why"]
-    assert list(run.unnecessary(results)) == ["b: rows works: take it from the known exceptions"]
+    assert list(run.unnecessary(results)) == ["b: rows works: remove it from the known exceptions"]
 
 
 def test_the_exceptions_are_about_checks_that_there_are() -> None:
