@@ -311,8 +311,8 @@ struct AmxProducts {
         return false;
     }
     static bool takes(WeightType type, int64_t n_columns) {
-        return with_weights<Avx512Vnni>(type,
-                                    [=](auto weights) { return takes(weights, n_columns); });
+        return with_weights<Avx512Vnni>(
+            type, [=](auto weights) { return takes(weights, n_columns); });
     }
 
     static void prepare(WeightType type, const float *values, int64_t n_inputs, void *tile,
@@ -340,7 +340,7 @@ struct AmxProducts {
                            n_inputs, tiles, results);
                 for (int n = 0; n < n_columns; n++) {
                     Avx512Vnni::store_first(outputs + n * output_stride,
-                                        Avx512Vnni::load_floats(results[n]), n_rows);
+                                            Avx512Vnni::load_floats(results[n]), n_rows);
                 }
             }
         });

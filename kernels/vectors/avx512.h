@@ -227,8 +227,8 @@ struct Avx512 {
         const Ints products = _mm512_maddubs_epi16(codes, broadcast_word(words + i));
         return in_order(add_shorts(sums, products));
     }
-    // No instruction moves the signs of codes to the other factor. So activations are subtracted
-    // from 0 where codes are negative.
+    // AVX-512 has no instruction that moves the sign of a code to the other factor, as AVX2 has. So
+    // activations are negated where codes are negative.
     static Sums add_signed_products(Sums sums, Ints codes, const int32_t *words, int i) {
         const Ints word = broadcast_word(words + i);
         const __mmask64 is_negative = _mm512_movepi8_mask(codes);

@@ -40,5 +40,5 @@ def decoded_last(backend: LlamaBackend, tokens: Iterable[int], sequence: int = 0
 
 
 def decoded_one_by_one(backend: LlamaBackend, tokens: Sequence[int], sequence: int = 0) -> Logits:
-    """The logits after the last of tokens that continue a text, decoded in a batch each."""
+    """Decode tokens that continue a text, each in its own batch; return the last one's logits."""
     return [decoded_last(backend, [token], sequence) for token in tokens][-1]

@@ -13,11 +13,10 @@ from specgen.errors import UsageError
 from specgen.options import Grammar
 from specgen.serve.formats.tool_calls.forms import OPENING_FENCE, CallForm
 from specgen.serve.formats.tool_calls.function import Function
-from specgen.serve.formats.tool_calls.values import TypedValues, as_mapping
+from specgen.serve.formats.tool_calls.values import TypedValues
 from specgen.text.grammar.free_text import ANY
 from specgen.text.grammar.json_schema import lenient_schema_grammar
 from specgen.text.grammar.llguidance_grammar import in_lark, literal
-from specgen.text.grammar.schema_parts import resolved
 from specgen.text.overlap import common_prefix_length
 
 #: The maximum number of calls in an answer: without it, some small models never stop calling.
@@ -173,6 +172,8 @@ class _Parameter:
     function: Function
     key: str
     schema: Mapping[str, Any]
+    #: The JSON types that its values may have; empty for any.
+    types: set[str]
 
     @property
     def kind(self) -> str:
@@ -189,11 +190,6 @@ class _Parameter:
         if isinstance(choices, list):
             return choices
         return []
-
-    @property
-    def types(self) -> set[str]:
-        """The JSON types that its values may have; empty for any."""
-        return TypedValues(self.function.parameters).types_of(self.schema)
 
 
 class _CallRules:
@@ -338,8 +334,8 @@ class _CallRules:
         function: Function,
     ) -> str:
         """Add a rule for the key and the value of one argument, and return its name."""
-        schema = resolved(dict(function.parameters), schema)
-        parameter = _Parameter(function, key, as_mapping(schema))
+        values = TypedValues(function.parameters)
+        parameter = _Parameter(function, key, values.resolved(schema), values.types_of(schema))
         if self._form.style == "gemma":
             return self._gemma_pair(parameter)
         if self._form.style == "python":

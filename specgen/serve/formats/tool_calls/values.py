@@ -427,6 +427,10 @@ class TypedValues:
             return json.dumps(text, ensure_ascii=False)
         return value_json
 
+    def resolved(self, schema: Any) -> Mapping[str, Any]:
+        """Return a schema, or the one that it refers to; an empty one if there is none."""
+        return as_mapping(resolved(self._root, schema))
+
     def types_of(self, schema: Any) -> set[str]:
         """Return the names of the JSON types that a schema allows; empty if it may allow any."""
         try:
@@ -463,10 +467,10 @@ class TypedValues:
 
         Pydantic describes an optional list as a choice of a list and null.
         """
-        whole_schema = self._resolved(schema)
+        whole_schema = self.resolved(schema)
         for option in options_of(whole_schema):
             if not self._types_of(option).isdisjoint(_CONTAINERS):
-                return self._resolved(option)
+                return self.resolved(option)
         return whole_schema
 
     def _value(self, text: str, schema: Any) -> Any:
@@ -492,7 +496,7 @@ class TypedValues:
 
     def _types_of(self, schema: Any) -> set[str]:
         """Do what `types_of` does, for valid schemas only."""
-        schema = self._resolved(schema)
+        schema = self.resolved(schema)
         kinds = schema.get("type", ())
         if kinds:
             return {kinds} if isinstance(kinds, str) else set(kinds)
@@ -503,10 +507,6 @@ class TypedValues:
         if not all(types_of_options):
             return set()
         return set().union(*types_of_options)
-
-    def _resolved(self, schema: Any) -> Mapping[str, Any]:
-        """Return a schema, or the one that it refers to; an empty one if there is none."""
-        return as_mapping(resolved(self._root, schema))
 
 
 def _elements(text: str, tag_prefix: str) -> list[tuple[str, str]]:
