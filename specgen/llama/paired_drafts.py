@@ -65,7 +65,7 @@ class PairedDraftModel(LlamaModel):
             self._read_file()
             self._check_decodes_here(target)
             self._check_target(target)
-        except (ModelFileError, PairError):
+        except BaseException:
             self.close()
             raise
 
