@@ -28,6 +28,7 @@ from typing import (
 import numpy as np
 
 from specgen.drafters.ngram_counts import NgramCounts
+from specgen.drafters.suffix_index import SuffixIndex
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import (
@@ -213,6 +214,9 @@ class DraftRequest:
     )
     #: How often n-grams predicted the target's tokens, in all texts.
     ngram_counts: NgramCounts = field(default_factory=NgramCounts)
+    #: The answers that were generated before, in which n-grams may be searched for; None if the
+    #: drafts for this answer must not depend on other answers.
+    recent_answers: SuffixIndex | None = None
     #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
     is_sampled: bool = False
     #: Whether the draft may be a tree.

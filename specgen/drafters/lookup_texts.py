@@ -16,6 +16,7 @@ import numpy as np
 from specgen.drafters.suffix_index import (
     IntArray,
     SuffixArray,
+    TextsIndex,
     join_texts,
     load_arrays,
     save_arrays,
@@ -42,6 +43,8 @@ MAX_STORE_BYTES = 8 << 20
 MAX_UNSAVED = 16384
 #: ...or this share of the saved tokens, whichever is more, before all are sorted and saved.
 _UNSAVED_SHARE = 0.25
+#: The number of tokens of recent answers that are searched. Each takes about half a kilobyte.
+MAX_RECENT = 65_536
 #: The longest wait for another process that adds a text, in seconds.
 _WAIT_S = 2.0
 
@@ -219,6 +222,44 @@ def texts_in(store: Path) -> list[IntArray]:
     """Return the texts in the folder of an `EarlierTexts`, int32[n] each, the newest last."""
     arrays = load_arrays(store / "tokens.npz", "tokens")
     return split_texts(arrays[0]) if arrays is not None else []
+
+
+class RecentAnswers:
+    """The answers that were generated before in this process. They are only kept in memory.
+
+    A model repeats its own phrases, even when it answers different questions. Prompts are not kept:
+    they are longer, and whatever an answer quotes from its own prompt is found there.
+
+    Args:
+        max_tokens: When the answers have more tokens than this, the older half is forgotten.
+    """
+
+    def __init__(self, max_tokens: int = MAX_RECENT) -> None:
+        self._max_tokens = max_tokens
+        self._answers: list[Sequence[int]] = []
+        #: Finds endings in the answers.
+        self.index = TextsIndex()
+
+    def add(self, answer: Sequence[int]) -> None:
+        """Add an answer as the newest one."""
+        if len(self.index) + len(answer) > self._max_tokens:
+            self._forget_older_half()
+        self._answers.append(answer)
+        self.index.add_text(answer)
+
+    def _forget_older_half(self) -> None:
+        """Make a new index of the newest answers. Drafters that use the old one keep it."""
+        kept: list[Sequence[int]] = []
+        n_tokens = 0
+        for answer in reversed(self._answers):
+            n_tokens += len(answer)
+            if n_tokens > self._max_tokens // 2:
+                break
+            kept.append(answer)
+        self._answers = kept[::-1]
+        self.index = TextsIndex()
+        for answer in self._answers:
+            self.index.add_text(answer)
 
 
 class EarlierTexts:

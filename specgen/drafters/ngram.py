@@ -350,12 +350,15 @@ class LoadedNgrams(LoadedDraft):
             n_children = _MAX_CHILDREN
             n_levels_max = request.n_levels_max
             min_probability = _MIN_PROBABILITY
+        earlier: list[SuffixIndex] = [*self._earlier_texts]
+        if request.recent_answers is not None:
+            earlier.append(request.recent_answers)
         min_match, max_match = self._drafting.ngram_lengths
         return SuffixDrafter(
             min_match,
             max_match,
             files=self._files,
-            earlier=self._earlier_texts,
+            earlier=earlier,
             n_prompt=len(request.prompt),
             counts=request.ngram_counts,
             n_children=n_children,

@@ -312,8 +312,9 @@ class StandaloneDraft(LoadedDraft):
             rng=np.random.default_rng(0),
             caches=caches,
             costs=costs,
-            # The counts of the request are about the target's tokens.
+            # Those of the request are about the target's tokens.
             ngram_counts=NgramCounts(),
+            recent_answers=None,
             draft_prompt=None,
         )
         drafter = draft.drafter(second_request)

@@ -1,6 +1,7 @@
 """Indexes for prompt lookup: they find where the end of a text occurred before.
 
-`TextIndex` searches a text that grows token by token, and `SuffixArray` texts that do not change.
+`TextIndex` searches a text that grows token by token, `TextsIndex` a growing number of texts, and
+`SuffixArray` texts that do not change.
 """
 
 from __future__ import annotations
@@ -236,6 +237,23 @@ class TextIndex(SuffixIndex):
             elif length == max_length:  # there are enough, and none can be longer
                 break
         return Match(length, tuple(places))
+
+
+class TextsIndex(TextIndex):
+    """Finds endings in finished texts, to which more can be added. It cannot be rewound.
+
+    No match extends from one text into the next.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(min_match=1)
+
+    def add_text(self, text: Sequence[int]) -> None:
+        """Add a text as the last one."""
+        for token in text:
+            self.add(token)
+        # Not by `add`, which would index the separator as a token that follows the end of the text.
+        self._tokens.append(SEPARATOR)
 
 
 class SuffixArray(SuffixIndex):

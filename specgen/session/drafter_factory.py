@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from specgen.drafters.interface import (
     Price,
     RoundPlan,
 )
+from specgen.drafters.lookup_texts import RecentAnswers
 from specgen.drafters.ngram_counts import NgramCounts
 from specgen.method.acceptance import AcceptanceCounts
 from specgen.method.answer_state import AnswerState
@@ -71,9 +72,11 @@ class DrafterFactory:
 
     #: The loaded models.
     session: Session
-    #: Whether each answer works on its own copy of the acceptance counts, so that it neither
-    #: depends on earlier answers nor influences later ones.
+    #: Whether each answer works on its own copy of the acceptance counts and does not search other
+    #: answers, so that it neither depends on earlier ones nor influences later ones.
     learn_alone: bool = False
+    #: The finished answers, in which drafts for later ones are searched for.
+    recent_answers: RecentAnswers = field(default_factory=RecentAnswers)
 
     def new_answer(
         self,
@@ -145,6 +148,11 @@ class DrafterFactory:
             hidden_states=cascade.hidden_states if cascade is not None else None,
             ends=ends,
         )
+
+    def keep_answer(self, answer: AnswerState) -> None:
+        """Let the drafts for later answers repeat a finished answer, an end token included."""
+        if not self.learn_alone:
+            self.recent_answers.add(answer.tokens[answer.n_prompt :])
 
     def _cascade(
         self,
@@ -296,6 +304,7 @@ class DrafterFactory:
             costs_of=costs_of,
             acceptance_of_guesses=acceptance_of_guesses,
             ngram_counts=self._ngram_counts(settings),
+            recent_answers=None if self.learn_alone else self.recent_answers.index,
             is_sampled=is_sampled,
             can_branch=can_branch,
             shape=drafting.tree,

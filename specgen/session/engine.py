@@ -534,6 +534,7 @@ class Engine:
         if answer.failure is not None:
             self._fail(request, answer.failure)
             return []
+        self._factory.keep_answer(answer)
         notices: list[Event] = []
         try:
             self._keep(request.prompt, answer.tokens)

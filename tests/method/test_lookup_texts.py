@@ -18,6 +18,7 @@ from specgen.drafters.lookup_texts import (
     MAX_CORPUS_BYTES,
     MAX_FILE_BYTES,
     EarlierTexts,
+    RecentAnswers,
     load_corpus,
     texts_in,
 )
@@ -27,6 +28,8 @@ from specgen.drafters.suffix_index import (
     MAX_MATCH,
     MAX_PLACES,
     SuffixArray,
+    SuffixIndex,
+    TextsIndex,
     join_texts,
     split_texts,
 )
@@ -478,3 +481,45 @@ def test_a_huge_repetition_is_searched_within_limits() -> None:
     assert longer is not None
     assert longer.length == MAX_MATCH + 1
     assert array.extend_match(match, [6]) is None
+
+
+# --- answers that are searched
+
+
+def found(index: SuffixIndex, ending: Text) -> tuple[int, dict[int, int]]:
+    """The length of the longest match, and how often each token follows it."""
+    match = index.longest(ending)
+    return (match.length, index.followers(match).counts) if match is not None else (0, {})
+
+
+@given(st.lists(TEXT, max_size=4), TEXT)
+def test_finished_texts_are_found_as_in_a_sorted_array(
+    answers: list[list[int]], ending: list[int]
+) -> None:
+    index = TextsIndex()
+    for number, answer in enumerate(answers):
+        assert found(index, ending) == found(SuffixArray.build(answers[:number]), ending)
+        index.add_text(answer)
+    assert found(index, ending) == found(SuffixArray.build(answers), ending)
+
+
+def test_the_older_half_of_many_answers_is_forgotten() -> None:
+    recent = RecentAnswers(max_tokens=24)
+    for first in range(10, 50, 10):
+        recent.add([first, first + 1, first + 2, first + 3, first + 4])
+    old_index = recent.index
+    assert found(old_index, [10]) == (1, {11: 1})
+    recent.add([50, 51])
+    # Whoever uses the old index can go on with it.
+    assert found(old_index, [10]) == (1, {11: 1})
+    assert found(old_index, [50]) == (0, {})
+    assert [found(recent.index, [first])[0] for first in range(10, 60, 10)] == [0, 0, 1, 1, 1]
+
+
+def test_an_answer_that_is_longer_than_the_limit_is_found_until_the_next_one() -> None:
+    recent = RecentAnswers(max_tokens=4)
+    recent.add(range(10))
+    assert found(recent.index, [8]) == (1, {9: 1})
+    recent.add([20, 21])
+    assert found(recent.index, [8]) == (0, {})
+    assert found(recent.index, [20]) == (1, {21: 1})

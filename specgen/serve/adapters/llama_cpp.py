@@ -131,6 +131,7 @@ class SpecgenDraft(LlamaDraftModel):
             self.session = opened.enter_context(_open_session(wanted))
             self.contexts = opened.enter_context(self.session.draft_contexts(n_ctx))
             self._resources = opened.pop_all()
+        self._factory = DrafterFactory(self.session)
 
     def __enter__(self) -> SpecgenDraft:
         return self
@@ -178,7 +179,7 @@ class SpecgenDraft(LlamaDraftModel):
     def _begin_text(self, text: Sequence[int]) -> AnswerState:
         """Begin a new text; the contexts keep the prefix that it shares with the last one."""
         self._end_text()
-        self._answer = DrafterFactory(self.session).new_answer(
+        self._answer = self._factory.new_answer(
             Prompt("", tuple(text)),
             _UNLIMITED,
             self.contexts,
@@ -188,9 +189,11 @@ class SpecgenDraft(LlamaDraftModel):
 
     def _end_text(self) -> None:
         """End the current text, which n-gram drafts may use from now on."""
-        if self._answer is not None:
+        answer = self._answer
+        if answer is not None:
+            self._factory.keep_answer(answer)
             with contextlib.suppress(OutputError):  # the text itself is complete
-                self.session.keep_text(self._answer.tokens)
+                self.session.keep_text(answer.tokens)
         self._answer = None
         self._pending = None
 
