@@ -23,7 +23,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, TextIO
@@ -72,13 +72,15 @@ class Specgen:
     """specgen with one draft, or without one.
 
     Every answer starts cold: the costs of decodes have been measured, but nothing is remembered
-    from other answers. With `keeps_learning`, everything that the process has learnt is kept.
+    from other answers. With `keeps_learning`, one engine generates all answers, so everything that
+    it has learnt is kept, and its answers are searched for drafts.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from specgen import GenerationOptions, SamplerOptions, Session, SessionOptions
         from specgen.options import ContextOptions, KernelOptions
         from specgen.session.calibration import calibrate
+        from specgen.session.engine import Engine
         from specgen.session.open import start_kernels
 
         start_kernels(KernelOptions())
@@ -97,6 +99,7 @@ class Specgen:
         # This session stays open to keep the weights loaded, so that opening another takes no time.
         self._session = Session(self._options, time.perf_counter)
         calibrate(self._session)
+        self._engine = Engine(self._session) if self._keeps_learning else None
         self._calibrated = copy.deepcopy(self._session.measurements)
 
     def about(self) -> dict[str, Any]:
@@ -114,20 +117,23 @@ class Specgen:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         from specgen import Session, SpecgenError
+        from specgen.session.engine import generate
 
         try:
             if request["is_warm_up"]:
                 self._warm_up(request["prompt"])
                 return {}
-            if self._keeps_learning:
-                return self._figures(self._session, request["prompt"])
+            if self._engine is not None:
+                prompt = self._session.prompts.of_text(request["prompt"])
+                return _figures_of(self._engine.stream(self._engine.insert(prompt)))
             measurements = copy.deepcopy(self._calibrated)
             memory: dict[str, Any] = {}
             # Earlier versions keep all weights in memory, and have no budget.
             if hasattr(self._session, "budget"):
                 memory["budget"] = self._session.budget
             with Session(self._options, time.perf_counter, measurements, **memory) as session:
-                return self._figures(session, request["prompt"])
+                prompt = session.prompts.of_text(request["prompt"])
+                return _figures_of(generate(session, prompt))
         except SpecgenError as error:
             return {"error": error.message}
 
@@ -141,12 +147,11 @@ class Specgen:
                 break
         events.close()
 
-    @staticmethod
-    def _figures(session: Any, prompt: str) -> dict[str, Any]:
-        from specgen.session.engine import generate
 
-        *_, finished = generate(session, session.prompts.of_text(prompt))
-        return {name: getattr(finished, name) for name in _FIGURES}
+def _figures_of(events: Iterable[Any]) -> dict[str, Any]:
+    """Return the figures of an answer, given its events; the last one is its summary."""
+    *_, finished = events
+    return {name: getattr(finished, name) for name in _FIGURES}
 
 
 class MappedLlama:

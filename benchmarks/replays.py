@@ -244,6 +244,7 @@ class Entrant:
         generation = GenerationOptions(max_tokens=max_tokens)
         options = SessionOptions(target, draft, drafting=drafting, generation=generation)
         self._loaded = Session(options, self._clock, MeasurementStore())
+        self._factory = DrafterFactory(self._loaded)
         #: The figures of each replay.
         self.replays: list[dict[str, Any]] = []
         self._changes = CHANGES.get(costs[0], ())
@@ -272,6 +273,7 @@ class Entrant:
         for _ in range(n_times):
             self.replay(answer, real, draft)
             self.replays.pop()
+        self._factory = DrafterFactory(self._loaded)  # the answer must not be found in memory
 
     def replay(self, answer: RecordedAnswer, real: Backend, draft: MemoBackend | None) -> None:
         """Replay an answer.
@@ -300,10 +302,11 @@ class Entrant:
         target = TimedBackend(scripted, self._costs[0], clock, change_s=self._changes)
         timed_drafts = [] if draft is None else [TimedBackend(draft, self._costs[1], clock)]
         contexts = tuple(cast(Backend, timed) for timed in timed_drafts)
-        generation = DrafterFactory(loaded).new_answer(prompt, real.n_ctx, contexts, seed=1)
+        generation = self._factory.new_answer(prompt, real.n_ctx, contexts, seed=1)
         loop = AnswerLoop(cast(Backend, target), clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == answer.tokens, "the recorded answer"
+        self._factory.keep_answer(generation)
         finished = loop.finish(generation, CostTable())
         seconds = finished.wall_s - finished.prompt_s
         prefill_s = sum(timed.prefill_s for timed in timed_drafts)

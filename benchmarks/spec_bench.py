@@ -8,7 +8,8 @@ r"""The first turns of Spec-Bench's 480 questions: plain decoding and drafts in 
 
 - Every contender is a separate process that keeps its models loaded, and is warmed up before each
   of its turns. All of them answer a question before the next question begins.
-- Answers start cold (`benchmarks/engine_worker.py`), so they do not depend on their order.
+- Answers start cold (`benchmarks/engine_worker.py`), so they do not depend on their order. With
+  `--keep-learning`, each contender learns from its earlier answers, and drafts from them.
 - The results of a question are appended to the output as one line. The benchmark can be stopped at
   any time: the same command resumes after the last line. Questions are ordered so that each part of
   the file has about the same share of every category.
@@ -161,6 +162,7 @@ def ask_all(
     n_before: int,
     *,
     has_control: bool,
+    repeats_slow: bool = True,
 ) -> list[Answer]:
     """Let all contenders answer a question, and repeat answers that were slow.
 
@@ -170,6 +172,7 @@ def ask_all(
         n_before: The number of questions before this one. The order of the drafts rotates with it,
             and is reversed after each full rotation, so that no draft always precedes another one.
         has_control: Whether plain decoding answers twice.
+        repeats_slow: Whether slow answers are repeated.
     """
     drafted = [name for name in contenders if name != PLAIN]
     if has_control:
@@ -180,6 +183,8 @@ def ask_all(
         rotated.reverse()
     order = [PLAIN, *rotated]
     answers = [Answer(name, 0, _ask(contenders, name, text)) for name in order]
+    if not repeats_slow:
+        return answers
     plain = answers[0].figures
     slow = [name for name in order[1:] if _is_slow(answers, name, plain)]
     for attempt in range(1, N_REPEATS + 1):
@@ -342,6 +347,8 @@ class Part:
     question_ids: frozenset[int]
     #: The questions that plain decoding answers twice.
     control_ids: frozenset[int]
+    #: Whether slow answers are repeated.
+    repeats_slow: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +391,7 @@ def measure(
                 question.text,
                 index,
                 has_control=question.question_id in part.control_ids,
+                repeats_slow=part.repeats_slow,
             )
             output.append(
                 {
@@ -501,8 +509,11 @@ def run(arguments: argparse.Namespace) -> None:
         workers = {target: start_all(own, arguments, stack) for target, own in settings.items()}
         about = {target: descriptions(own) for target, own in workers.items()}
         output.append({"run": {**_circumstances(), **choices, "about": about}})
+        # A contender that keeps what it has learnt would find the answer to repeat in its memory.
+        repeats_slow = not arguments.keep_learning
         parts = [
-            Part(target, workers[target], question_ids[target], control_ids) for target in workers
+            Part(target, workers[target], question_ids[target], control_ids, repeats_slow)
+            for target in workers
         ]
         seconds = None if arguments.minutes is None else 60.0 * arguments.minutes
         measure(_selected(questions, arguments), parts, output, Limit(seconds, arguments.count))
