@@ -123,8 +123,8 @@ class DraftedEvent(_Event, event="drafted"):
     round: int
     #: The tokens of the tree, parents before their children.
     nodes: tuple[DraftNode, ...]
-    #: What a second draft, which drafts for the draft model, guessed of the tokens, in words; empty
-    #: without one.
+    #: A sentence about how many of the tokens a second draft, which drafts for the draft model, had
+    #: guessed; empty without one.
     guesses: str = ""
 
 

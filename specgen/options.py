@@ -442,7 +442,9 @@ class ContextOptions(Options):
         "--ctx-size -c",
         "Context size in tokens; 0 is the size that the model was trained with.",
         min=0,
-        show_default="what is needed; at most 4096 in chat, in fim what is prefilled in 5 s",
+        show_default=(
+            "what is needed; at most 4096 in chat and serve, in fim what is prefilled in 5 s"
+        ),
     )
     n_batch: int = _machine(
         512,

@@ -87,8 +87,9 @@ def config(
     """Show the defaults of options, and where each comes from.
 
     They come from specgen, your file config.toml in the configuration folder, environment
-    variables, and the options that you give here; later ones take precedence. The output can be
-    used as the file; specgen's own defaults are comments in it.
+    variables, and the options that you give here; later ones take precedence. The output has the
+    file's format, with specgen's own defaults as comments. Options that only some commands have,
+    such as --port, are left out.
     """
     del setup, template, output  # ConfigCommand shows their options instead
     return 0

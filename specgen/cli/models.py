@@ -36,7 +36,7 @@ from specgen.models.download import (
 )
 from specgen.models.files import identify, size_of
 from specgen.models.hub_names import locate, parse_reference
-from specgen.models.other_programs import HUB_PREFIX, PROGRAMS, StoredModel
+from specgen.models.other_programs import HUB_PREFIX, OWN_PREFIX, PROGRAMS, StoredModel
 from specgen.models.registry import CatalogueModel, ModelPair, Registry, load_registry
 from specgen.models.stored_models import (
     RegistryModelFinder,
@@ -273,7 +273,11 @@ def remove_model(
     """
     program = other_program_of(name)
     if program is not None:
-        message = f"{named_stored(name).name} belongs to {program}: specgen does not remove it"
+        model = named_stored(name)
+        if model.prefix == OWN_PREFIX:
+            message = f"{model.name} is in one of your own folders: specgen does not remove it"
+            raise UsageError(message, f"delete {model.path}")
+        message = f"{model.name} belongs to {program}: specgen does not remove it"
         raise UsageError(message, f"remove it with {program}")
     removal = _find_removal(name, load_registry())
     names = ", ".join(removal.names)

@@ -209,7 +209,7 @@ def _table_entries(
         spelling = key.replace("_", "-")
         if spelling not in options:
             suggestion = did_you_mean(spelling, [*options, "targets"])
-            hint = "`specgen config` lists the keys"
+            hint = "`specgen config` lists the keys that most commands take"
             raise UsageError(f"{where}: there is no such key{suggestion}", hint)
         # Two spellings of an option set the same entry.
         readable = option_keys(options[spelling])[0]

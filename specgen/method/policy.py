@@ -533,7 +533,7 @@ class CostAwarePolicy:
         if price.prefill_s > 0.0:
             detail = f"the draft must first prefill the text, which takes {price.prefill_s:.2f} s"
             return RoundPlan("prefill", stop=stop, detail=detail), _NO_GAIN
-        detail = self._too_rarely(rates, stop)
+        detail = self._too_rarely(rates, price, stop)
         return RoundPlan("acceptance", stop=stop, detail=detail), _NO_GAIN
 
     def _expected_gain_s(self, price: Price, n_expected: int) -> float:
@@ -656,10 +656,11 @@ class CostAwarePolicy:
     def _too_rarely(
         self,
         rates: AcceptanceRates,
+        price: Price,
         stop: CostAwareStopping,
     ) -> str:
         accepted = f"{rates.mean():.0%} of its tokens are expected to be accepted in this text"
-        return f"{accepted}, and checking one costs {self._row_cost(stop)} of a token"
+        return f"{accepted}; {self._too_costly(price, stop)}"
 
     def _too_costly(self, price: Price, stop: CostAwareStopping) -> str:
         guess = (price.seconds(2) - price.first_s) / self._plain_s

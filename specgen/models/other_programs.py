@@ -24,6 +24,8 @@ from specgen.system.folders import usable, user_folder
 
 #: The prefix of the models in the Hugging Face cache.
 HUB_PREFIX = PREFIX.removesuffix(":")
+#: The prefix of models in the folders that config.toml names.
+OWN_PREFIX = "folder"
 #: Where Ollama's service keeps its models on Linux.
 _OLLAMA_SERVICE = Path("/usr/share/ollama/.ollama/models")
 _OLLAMA_REGISTRY = "registry.ollama.ai"
@@ -140,7 +142,7 @@ def _gpt4all_models() -> Iterator[StoredModel]:
 def _own_models() -> Iterator[StoredModel]:
     """Yield the models in the folders that config.toml names."""
     for folder in model_folders():
-        yield from _in_folder("folder", folder)
+        yield from _in_folder(OWN_PREFIX, folder)
 
 
 def _in_folder(prefix: str, folder: Path) -> Iterator[StoredModel]:
@@ -244,7 +246,7 @@ PROGRAMS = {
     "llama.cpp": _Program("llama.cpp", _llama_cpp_models),
     "jan": _Program("Jan", _jan_models),
     "gpt4all": _Program("GPT4All", _gpt4all_models),
-    "folder": _Program("own folder", _own_models),
+    OWN_PREFIX: _Program("own folder", _own_models),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from specgen.errors import UnknownModelError
 from specgen.models.files import identify
 from specgen.models.hub_names import locate
-from specgen.models.other_programs import HUB_PREFIX, PROGRAMS, StoredModel
+from specgen.models.other_programs import HUB_PREFIX, OWN_PREFIX, PROGRAMS, StoredModel
 from specgen.models.registry import CatalogueModel, Registry
 
 #: Ollama's tag of a model whose name is given without a tag.
@@ -130,9 +130,12 @@ def named_stored(name: str) -> StoredModel:
     """
     model = find_stored(name)
     if model is None:
-        program = PROGRAMS[name.partition(":")[0]].title
+        prefix = name.partition(":")[0]
+        place = f"of {PROGRAMS[prefix].title} on this disk"
+        if prefix == OWN_PREFIX:
+            place = "in your model-folders"
         hint = "`specgen models list` shows the models on this disk"
-        raise UnknownModelError(f'there is no model "{name}" of {program} on this disk', hint)
+        raise UnknownModelError(f'there is no model "{name}" {place}', hint)
     return model
 
 

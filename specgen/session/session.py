@@ -591,7 +591,7 @@ def _check_further_drafts(options: SessionOptions) -> None:
         if _first_tokens(draft) != _first_tokens(second):
             raise PairError(
                 f"{second.name} cannot draft for {draft.name}: each has a vocabulary of its own",
-                hint="a draft's own draft is of the same model family, or n-grams",
+                hint="a draft's own draft must be from its model family, or n-grams",
             )
 
 

@@ -152,6 +152,12 @@ def test_folders_of_the_configuration_are_searched(
     write(file, f"model-folders = ['{tmp_path}/own']\n".encode())
     path = write(tmp_path / "own" / "deep" / "mine.gguf", content)
     assert specgen("models", "path", "folder:deep/mine").out == f"{path}\n"
+    missing = specgen("models", "path", "folder:deep/other")
+    assert 'error: there is no model "folder:deep/other" in your model-folders\n' in missing.err
+    kept = specgen("models", "rm", "folder:deep/mine", "--yes")
+    assert "error: folder:deep/mine is in one of your own folders" in kept.err
+    assert f"hint: delete {path}\n" in kept.err
+    assert path.exists()
     assert specgen("run", "-m", "mine", "-n", "1", "the cat").code == 0
     shown = specgen("config").out
     write(file, shown.encode())

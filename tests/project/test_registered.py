@@ -135,6 +135,9 @@ def test_a_separate_package_can_provide_a_drafter(tmp_path: Path) -> None:
     finished = json.loads(drafted.stdout.splitlines()[-1])
     assert finished["text"] == answer
     assert finished["n_accepted"] > 0
+    missing = specgen(packages, *run, "--draft", "phrases:missing.txt")
+    assert missing.returncode == UsageError.exit_code
+    assert missing.stderr.startswith("error: missing.txt cannot be read")
     unknown = specgen(tmp_path, *run, "--draft", f"phrases:{phrases}")
     assert unknown.returncode != 0
 

@@ -187,6 +187,17 @@ def test_biases_of_texts_are_those_of_their_tokens(server: Running) -> None:
         assert not set(other["tokens"]) & set(tokens)
 
 
+def test_pieces_are_the_text_of_their_tokens(server: Running) -> None:
+    """Those of control tokens are their names, as in the servers of llama.cpp and vLLM."""
+    body: dict[str, Any] = {"content": f"<|im_start|>{PROMPT}", "add_special": True}
+    tokens = server.post("/tokenize", **body).json()["tokens"]
+    found = server.post("/tokenize", with_pieces=True, **body).json()["tokens"]
+    assert [each["id"] for each in found] == tokens
+    text = server.post("/detokenize", tokens=tokens).json()["content"]
+    assert "".join(each["piece"] for each in found) == text
+    assert text.endswith(f"<|im_start|>{PROMPT}")
+
+
 def test_a_character_cut_in_two_is_answered(server: Running) -> None:
     body = b'{"prompt": "cut \\ud83d here \\\\ud83d", "max_tokens": 1, "echo": true}'
     found = server.http.post("/v1/completions", content=body).json()

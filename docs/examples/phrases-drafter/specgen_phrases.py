@@ -23,6 +23,7 @@ from specgen.drafters.interface import (
     RoundPlan,
     ready,
 )
+from specgen.errors import UsageError
 
 #: The assumed probability that a token of a phrase is accepted, until acceptance is measured.
 CONFIDENCE = 0.7
@@ -96,7 +97,10 @@ def _matches(source: DraftSource) -> bool:
 
 def _open(source: DraftSource, setup: DraftSetup) -> LoadedPhrases:
     file = Path(str(source).removeprefix(PREFIX))
-    lines = file.read_text("utf-8").splitlines()
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from error
     return LoadedPhrases([line for line in lines if line], setup)
 
 

@@ -197,7 +197,8 @@ def _connect(address: str, *, verbose: bool) -> Any:
         raise BackendError(
             f"--ray {address}: no Ray cluster answers there: {_first_line(error)}",
             hint="run the command on a machine of the cluster: `ray start --head` starts one, "
-            "`ray start --address` adds this machine, and --ray local uses this one alone",
+            "`ray start --address` adds this machine, and --ray local uses this one alone; "
+            "a cluster with a token needs RAY_AUTH_MODE=token on every machine",
         ) from error
     return ray
 

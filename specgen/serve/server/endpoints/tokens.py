@@ -55,7 +55,10 @@ class _TokenizeBody(Fields):
 
 
 def tokenize(model: ServedModel, body: Json) -> Json:
-    """Return the tokens of a text, with the text or the bytes of each if wanted."""
+    """Return the tokens of a text, with the text or the bytes of each if wanted.
+
+    The text of a control token is its name, as in llama.cpp's server.
+    """
     request = parse(_TokenizeBody, body)
     vocabulary = model.target.vocabulary
     tokens = vocabulary.tokenize(
@@ -65,7 +68,7 @@ def tokenize(model: ServedModel, body: Json) -> Json:
     )
     if not request.with_pieces:
         return {"tokens": list(tokens)}
-    pieces = [{"id": token, "piece": _piece(vocabulary.token_bytes(token))} for token in tokens]
+    pieces = [{"id": token, "piece": _piece(vocabulary.shown_bytes(token))} for token in tokens]
     return {"tokens": pieces}
 
 
@@ -82,9 +85,12 @@ class _DetokenizeBody(Fields):
 
 
 def detokenize(model: ServedModel, body: Json) -> Json:
-    """Return the text of tokens, in the fields of llama.cpp's server and of vLLM's."""
+    """Return the text of tokens, in the fields of llama.cpp's server and of vLLM's.
+
+    Both write the names of control tokens.
+    """
     tokens = parse(_DetokenizeBody, body).tokens
-    text = ""
-    if tokens:
-        text = model.session.prompts.of_tokens(tokens).text
+    vocabulary = model.target.vocabulary
+    vocabulary.check(tokens)
+    text = b"".join(map(vocabulary.shown_bytes, tokens)).decode(errors="replace")
     return {"content": text, "prompt": text}
