@@ -13,6 +13,7 @@ is downloaded. Prints a line for each template, and fails if one of these does n
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -27,7 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from scripts import build_peers
-from specgen.errors import PromptError
+from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.serve.formats.tool_calls.form_probe import form_of
@@ -243,16 +244,25 @@ def about_file(file: Path) -> bool:
     return calls.is_expected and thoughts.is_expected and shapes.is_expected
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Print a line about each template; return the exit code."""
-    with tempfile.TemporaryDirectory() as work, multiprocessing.Pool() as pool:
-        if arguments:
-            folder = Path(arguments[0])
-        else:
-            source = build_peers.fetch(build_peers.installed_version(), Path(work))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="with files *.jinja (default: llama.cpp's, downloaded)"
+    )
+    folder: Path | None = parser.parse_args().folder
+    with tempfile.TemporaryDirectory() as work:
+        if folder is None:
+            try:
+                source = build_peers.fetch(build_peers.installed_version(), Path(work))
+            except (SpecgenError, build_peers.BuildError) as error:
+                sys.exit(str(error))
             folder = source / "vendor/llama.cpp/models/templates"
         files = sorted(folder.glob("*.jinja"))
-        are_expected = pool.map(about_file, files, chunksize=1)
+        if not files:
+            sys.exit(f"{folder} has no file *.jinja")
+        with multiprocessing.Pool() as pool:
+            are_expected = pool.map(about_file, files, chunksize=1)
     failed: list[str] = []
     for file, is_expected in zip(files, are_expected, strict=True):
         if not is_expected:
@@ -263,4 +273,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
