@@ -3,7 +3,9 @@
     python -m tests.long_runs.templates [FOLDER]
 
 FOLDER is llama.cpp's `models/templates`; without one, the source of the installed llama-cpp-python
-is downloaded. Prints a line for each template, and fails if one of these does not hold:
+is downloaded. Prints a line for each template: the form of calls with its mark, the mark before
+thoughts, and how many conversations are changed because the template would refuse them or leave out
+messages. Fails if one of these does not hold:
 
 - The form of calls is found for every template that writes them, except for those in `UNREAD`.
 - Calls in this form are parsed, as a whole and character by character, and the grammars of calls
@@ -37,7 +39,7 @@ from specgen.serve.formats.tool_calls.function import Function
 from specgen.serve.formats.tool_calls.grammar import calls_grammar
 from specgen.serve.formats.tool_calls.parser import ToolCallParser
 from specgen.session.prompts.template import Message, ToolCall
-from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
+from specgen.session.prompts.thoughts import thoughts_after
 from specgen.text.grammar.free_text import ANY, grammar_start
 from tests.helpers.conversations import conversation, fitted, fitted_turns, lost, orders
 from tests.tiny import TinyConfig, write_tiny_model
@@ -207,8 +209,11 @@ def about_thoughts(template: str) -> Finding:
             fitted(template, turns)
     except PromptError as error:
         return Finding(error.message, is_expected=False)
-    text = next((mark for mark in THOUGHT_CONTROLS if mark in template), "none")
-    if ThoughtReader(prompt).is_open:
+    marks = thoughts_after(prompt, template)
+    if marks is None:
+        return Finding("none", is_expected=True)
+    text = " ".join(marks.begin.split())  # some have line breaks
+    if marks.state == "open":
         text += ", begun by the template"
     return Finding(text, is_expected=True)
 
