@@ -191,9 +191,10 @@ def _check_complete(path: Path) -> None:
         needed_bytes = metadata.end_of_tensors
     n_bytes = path.stat().st_size
     if n_bytes < needed_bytes:
+        # Rounded to three digits, the size so far may be the same as the size of the whole file.
+        missing = human_bytes(needed_bytes - n_bytes)
         raise ModelFileError(
-            f"{path}: an unfinished download: it has {human_bytes(n_bytes)} of "
-            f"{human_bytes(needed_bytes)}",
+            f"{path}: an unfinished download: {missing} of {human_bytes(needed_bytes)} are missing",
             "fetch the file again",
         )
 

@@ -171,7 +171,7 @@ def _llama_cpp_models() -> Iterator[StoredModel]:
     Newer versions lay their folder out like the Hugging Face cache. Older ones put all files into
     it, as USER_REPO_FILE, with a description of what USER/REPO:TAG means.
     """
-    folder = _llama_cpp_cache()
+    folder = usable(_llama_cpp_cache())
     for cached in cached_models(cache=folder):
         yield StoredModel("llama.cpp", str(cached.reference).removeprefix(PREFIX), cached.path)
     described: set[Path] = set()

@@ -126,6 +126,23 @@ def test_llama_cpps_cache_has_descriptions_plain_files_and_the_layout_of_the_hub
     assert found["me/New-GGUF:Q8_0"] == new
 
 
+@pytest.mark.parametrize(
+    "variable", ["LLAMA_CACHE", "OLLAMA_MODELS", "XDG_CACHE_HOME", "XDG_DATA_HOME"]
+)
+def test_a_folder_that_cannot_be_used_hides_only_its_own_models(
+    specgen: Specgen,
+    stores: Stores,
+    content: bytes,
+    variable: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores.add_to_lm_studio("me/Tiny-GGUF/tiny-Q4_0.gguf", content)
+    monkeypatch.setenv(variable, "a" * 300)
+    listed = specgen("models", "list")
+    assert listed.code == 0, listed.err
+    assert "lmstudio:me/Tiny-GGUF/tiny-Q4_0" in listed.out
+
+
 def test_jans_descriptions_name_the_files(stores: Stores, content: bytes, tmp_path: Path) -> None:
     path = stores.add_to_jan("janhq/Tiny-GGUF", content)
     imported = write(tmp_path / "imported.gguf", content)

@@ -124,7 +124,7 @@ WRONG_FILES: Mapping[str, WrongFile] = {
     "zeros": WrongFile(
         partial(_with_bytes, bytes(100_000)), "only zeros: an unfinished download", _IN_FULL
     ),
-    "cut": WrongFile(partial(_model, _cut), "an unfinished download: it has", _IN_FULL),
+    "cut": WrongFile(partial(_model, _cut), "an unfinished download: ", _IN_FULL),
     "safetensors": WrongFile(
         partial(_with_bytes, _safetensors()), "a safetensors file", "convert_hf_to_gguf.py"
     ),

@@ -51,20 +51,28 @@ def run_forked(
     child = os.fork()
     if child == 0:
         _be(arguments, folder, environment, streams)
-    code = None
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        seconds = time.monotonic() - started
-        if ended:
-            code = os.waitstatus_to_exitcode(status)
-            break
-        if seconds > limit_s:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            break
-        time.sleep(_POLL_S)
+    code = _exit_code(child, limit_s)
+    seconds = time.monotonic() - started
     out, err = (stream.read_bytes() for stream in streams[1:])
     return Outcome(code, out, err.decode("utf-8", "replace"), seconds)
+
+
+def _exit_code(child: int, limit_s: float) -> int | None:
+    """Wait for the child; return None if it took too long and was killed."""
+    deadline = time.monotonic() + limit_s
+    ended = 0
+    status = 0
+    try:
+        while not ended and time.monotonic() <= deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if not ended:
+                time.sleep(_POLL_S)
+    finally:
+        # Also after Ctrl-C, which does not reach the child in its own session.
+        if not ended:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _be(

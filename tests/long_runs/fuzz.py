@@ -6,17 +6,17 @@ Runs specgen on damaged files, odd texts, options and environments
 (`tests/long_runs/fuzz_cases.py`), each in a separate process with limits on time and memory. A case
 passes with exit code 0 and the right answer, or with a documented exit code and one line that
 begins with ``error:``. Anything else is a finding: it is printed, its folder is kept under
-`--keep`, and the exit code is 1.
+`--keep`, and the exit code is 1. The result is JSON: how often the cases of each kind ended with
+which exit code, and the findings.
 
-A seed always gives the same cases, which are numbered. After Ctrl-C, `--first NUMBER` resumes
-there; `--only NUMBER` repeats one case.
+A seed always gives the same cases, which are numbered. `--only NUMBER` repeats one. After
+Ctrl-C, it prints the options that resume the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import json
 import shlex
 import shutil
@@ -24,7 +24,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.long_runs.forked import Outcome, run_forked
 from tests.long_runs.fuzz_cases import (
@@ -49,6 +48,8 @@ def verdict(case: Case, outcome: Outcome, base: Base, folder: Path) -> str | Non
         return f"it took more than {case.limit_s:g} s"
     if code < 0:
         return f"signal {-code}"
+    if "No such option" in err:
+        return "the case has an option that was renamed or removed"
     for word in _FORBIDDEN:
         if word in err:
             return f"{word!r} on standard error"
@@ -81,9 +82,10 @@ def run_cases(
             folder = scratch / str(number)
             folder.mkdir()
             name, case = make_case(number, seed, base, folder, kinds)
-            choices: Any = {"stdin": case.stdin, "limit_s": case.limit_s}
             environment = {**variables(folder), **case.environment}
-            outcome = run_forked(case.arguments, folder, environment, **choices)
+            outcome = run_forked(
+                case.arguments, folder, environment, stdin=case.stdin, limit_s=case.limit_s
+            )
             found = verdict(case, outcome, base, folder)
             if (folder / CLOSED).exists():
                 (folder / CLOSED).chmod(0o700)
@@ -102,19 +104,27 @@ def run_cases(
 def main() -> int:
     """Run cases, and report what was found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--only", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", action="append", choices=[*MAKERS], help="by default all")
-    parser.add_argument("--keep", type=Path, default=Path("build/fuzz"))
+    parser.add_argument("--cases", type=int, default=1000, help="how many (default: 1000)")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first (default: 0)")
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="this case alone")
+    parser.add_argument("--seed", type=int, default=0, help="another one gives other cases")
+    parser.add_argument(
+        "--kind", action="append", choices=[*MAKERS], help="cases of this kind (default: all)"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=Path("build/fuzz"),
+        help="the folder for the files of findings (default: build/fuzz)",
+    )
     asked = parser.parse_args()
     numbers = range(asked.first, asked.first + asked.cases)
     if asked.only is not None:
         numbers = range(asked.only, asked.only + 1)
     codes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     findings: list[str] = []
-    with contextlib.suppress(KeyboardInterrupt):
+    following = numbers.start
+    try:
         for number, name, code, found in run_cases(
             numbers, asked.seed, repeated(asked.kind or MAKERS), asked.keep
         ):
@@ -122,9 +132,12 @@ def main() -> int:
             if found is not None:
                 findings.append(f"{number} {name}: {found}")
                 print(f"finding: {findings[-1][:600]}", file=sys.stderr, flush=True)
-            if (number + 1) % 100 == 0:
-                done = f"{number + 1} done; resume with --first {number + 1}"
-                print(done, file=sys.stderr, flush=True)
+            following = number + 1
+            if following % 100 == 0:
+                print(f"{following} done", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        rest = f"--first {following} --cases {numbers.stop - following}"
+        print(f"interrupted; resume with {rest}", file=sys.stderr, flush=True)
     print(json.dumps({"seed": asked.seed, "codes": codes, "findings": findings}, indent=1))
     return 1 if findings else 0
 

@@ -278,7 +278,7 @@ def prompt(base: Base, folder: Path, chance: random.Random) -> Case:
     text = _changed_text(PROMPT, chance).encode("utf-8", "surrogatepass")
     if chance.random() < 0.3:
         text = _flipped(text, chance)
-    more = [chance.choice(["--chat", "--no-chat"])]
+    more = [chance.choice(["--chat", "--raw"])]
     if chance.random() < 0.3:
         more += ["--system", chance.choice(_ODD_TEXTS).replace("\x00", "")]
     if chance.random() < 0.3:
@@ -506,7 +506,8 @@ def shapes(base: Base, folder: Path, chance: random.Random) -> Case:
     stdin = "".join(f"{line}\n" for line in lines).encode()
     draft = chance.choice(["ngram", str(base.model("draft"))])
     arguments = (
-        *("batch", "-m", str(base.model("target")), "-md", draft, *_EXACT, "-c", "512"),
+        # Seven messages with three calls each have more tokens than the 512 of training.
+        *("batch", "-m", str(base.model("target")), "-md", draft, *_EXACT, "-c", "4096"),
         *("--chat-template", "strict.jinja", "-", "-"),
     )
     return Case(arguments, stdin=stdin, codes=frozenset())

@@ -2,10 +2,12 @@
 
     python -m tests.long_runs.llama_cpp_tests LLAMA_CPP [--models FOLDER] [-k WORDS]
 
-LLAMA_CPP is the unpacked source of llama.cpp. The tests need small models of the Hugging Face hub.
-They are downloaded, unless they are in FOLDER (`stories260K.gguf` for a repository with such a
-name); tests whose model cannot be downloaded are skipped. Prints a line for each test. `DIFFERENT`
-lists the tests that fail on purpose, with the reasons; the exit code is 1 if any other test fails.
+LLAMA_CPP is the unpacked source of llama.cpp, for example `vendor/llama.cpp` in the source
+distribution of llama-cpp-python. The tests need small models of the Hugging Face hub. They are
+downloaded, unless they are in FOLDER (`stories260K.gguf` for a repository with such a name); tests
+whose model cannot be downloaded are skipped. Prints a line for each test. `DIFFERENT` lists the
+tests that fail on purpose, with the reasons; the exit code is 1 if any other test fails, or if none
+could run.
 """
 
 from __future__ import annotations
@@ -86,6 +88,8 @@ class Folder:
 
     def __init__(self, folder: Path | None) -> None:
         self.files = list(folder.glob("*.gguf")) if folder is not None else []
+        #: Repositories that could not be fetched, so that only one test waits for each.
+        self.unavailable: set[str] = set()
 
     def options(self, server: Any) -> list[str]:
         asked = f"{server.model_hf_repo}/{server.model_hf_file}"
@@ -93,6 +97,8 @@ class Folder:
             return ["-m", str(file)]
         if server.model_hf_repo is None:
             pytest.skip("a server without models")
+        if server.model_hf_repo in self.unavailable:
+            pytest.skip("its model cannot be fetched")
         more = ["--hf-file", server.model_hf_file] if server.model_hf_file else []
         return ["-hf", server.model_hf_repo, *more]
 
@@ -139,6 +145,7 @@ def start(server: Any, folder: Folder) -> None:
     end = time.monotonic() + 60
     while time.monotonic() < end:
         if server.process.poll() == FETCH_FAILED:
+            folder.unavailable.add(server.model_hf_repo)
             pytest.skip("its model cannot be fetched")
         if server.process.poll() is not None:
             raise RuntimeError(f"it ended with {server.process.returncode}: {command}")
@@ -176,6 +183,7 @@ class Lines:
             outcome, about = ("differs on purpose", why) if why else (outcome, about)
         elif report.skipped:
             about = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+            about = about.removeprefix("Skipped: ")
         self.is_right &= outcome != "failed"
         self.counts[outcome] += 1
         print(f"{outcome}: {name}{f': {about}' if about else ''}", flush=True)
@@ -183,11 +191,15 @@ class Lines:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("source", type=Path)
-    parser.add_argument("--models", type=Path)
-    parser.add_argument("-k", default="", help="only tests with these words in their names")
+    parser.add_argument("source", type=Path, help="the unpacked source of llama.cpp")
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="where the GGUF files are")
+    parser.add_argument(
+        "-k", default="", metavar="WORDS", help="only tests with these words in their names"
+    )
     asked = parser.parse_args()
     tests = asked.source.resolve() / "tools" / "server" / "tests"
+    if not tests.is_dir():
+        sys.exit(f"{tests} does not exist: give the unpacked source of llama.cpp")
     folder = Folder(asked.models and asked.models.resolve())
     sys.path.insert(0, str(tests))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
@@ -208,6 +220,13 @@ def main() -> int:
     for name, why in LEFT_OUT.items():
         print(f"left out: {name}: {why}")
     print(", ".join(f"{count} {outcome}" for outcome, count in lines.counts.items()))
+    n_tests = sum(lines.counts.values())
+    if n_tests == 0:
+        print("no test has these words in its name")
+        return 1
+    if lines.counts["skipped"] == n_tests:
+        print("no test could run: their models are neither in --models nor on a reachable hub")
+        return 1
     return 0 if lines.is_right else 1
 
 

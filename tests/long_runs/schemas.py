@@ -1,21 +1,27 @@
 """Check that the grammars of real JSON schemas accept what conforms, and reject what does not.
 
-    python -m tests.long_runs.schemas FOLDER [BEGINNING_OF_NAMES]
+    python -m tests.long_runs.schemas FOLDER [PREFIX]
 
-FOLDER is `maskbench/data` of https://github.com/guidance-ai/jsonschemabench. Prints a line for each
-schema that is not enforced completely, or whose examples are wrongly accepted or rejected, and two
-tables: the second is for ``"strict": false``, which opens objects. Fails if a grammar that enforces
-its whole schema accepts a value that does not conform.
+FOLDER is `maskbench/data` of https://github.com/guidance-ai/jsonschemabench; PREFIX selects the
+files whose names begin with it. Each file has an object with a ``schema``, and with ``tests`` that
+each have ``data`` and whether it is ``valid``.
+
+Prints a line for each schema that is not enforced completely, or whose examples are wrongly
+accepted or rejected, and two tables: the second is for ``"strict": false``, which opens objects.
+The tables count how schemas are enforced (in full, in part, or refused; a schema that failed is a
+defect), and the values of each kind. Fails if a grammar that enforces its whole schema accepts a
+value that does not conform.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -110,9 +116,16 @@ def _written(
         yield from after(matcher, json.dumps(value, ensure_ascii=False))
 
 
-def main(arguments: Sequence[str]) -> int:
-    folder, beginning = Path(arguments[0]), "".join(arguments[1:])
-    paths, is_right = sorted(folder.glob(f"{beginning}*.json")), True
+def main() -> int:
+    """Print what is odd about each schema, and the tables; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("folder", type=Path, help="maskbench/data of jsonschemabench")
+    parser.add_argument("prefix", nargs="?", default="", help="only files with such names")
+    arguments = parser.parse_args()
+    paths = sorted(arguments.folder.glob(f"{arguments.prefix}*.json"))
+    if not paths:
+        sys.exit(f"{arguments.folder} has no file {arguments.prefix}*.json")
+    is_right = True
     for is_open in (False, True):
         print('\n"strict": false' if is_open else "closed objects")
         total, seconds = Counter[str](schemas=len(paths)), []
@@ -129,8 +142,8 @@ def main(arguments: Sequence[str]) -> int:
         (median, _), (worst, name) = seconds[len(seconds) // 2], seconds[-1]
         print(f"{1000 * median:.1f} ms for the median schema, {worst:.1f} s for {name}")
         is_right &= total["invalid accepted (in full)"] == 0
-    return int(not (paths and is_right))
+    return 0 if is_right else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Send a server hours of real life: valid and invalid requests, and clients that leave or stall.
+"""Send a server hours of real life: valid and invalid requests, and clients that leave.
 
     python -m tests.long_runs.server_soak --minutes 60 -- -m target.gguf -md draft.gguf
 
@@ -11,8 +11,10 @@ most requests), and looks for
 - malformed responses, and responses that blame the server (5xx),
 - slots, file descriptors, threads or memory that are not released.
 
-It prints a line for each finding, the figures at the end as JSON, and exits with 1 if anything was
-found.
+It prints a line for each finding and, now and then, the server's memory, file descriptors and
+threads. The figures at the end are JSON: how often each kind of request ended in which way, some of
+these samples, and the findings. The exit code is 1 if anything was found. Ctrl-C ends the run
+early.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class Soak:
         self, url: str, process: psutil.Process, seed: int, until: float, least: int
     ) -> None:
         self._url, self._process, self._seed = url, process, seed
+        self._started = time.monotonic()
         self._until, self._least = until, least
         self._lock = threading.Lock()
         self._known: dict[str, str] = {}
@@ -108,6 +111,11 @@ class Soak:
                 with self._lock:
                     self.counts[f"{act.__name__.lstrip('_')}: {kind}"] += 1
                 time.sleep(chance.random() * 0.2)
+
+    def end(self) -> None:
+        """Let each user finish its request, and send no more."""
+        self._until = time.monotonic()
+        self._least = 0
 
     def _has_time_passed(self) -> bool:
         """Whether it has, and enough was seen, however slow the machine is."""
@@ -263,7 +271,7 @@ class Soak:
         memory = self._process.memory_full_info()
         models = httpx.get(f"{self._url}/v1/models", timeout=_PATIENCE_S).json()["data"]
         found = {
-            "minute": round((time.monotonic() - self._until) / 60, 2),
+            "minute": round((time.monotonic() - self._started) / 60, 2),
             "loaded": ", ".join(m["id"] for m in models if m["status"]["value"] == "loaded"),
             "memory_mb": round(memory.uss / 2**20, 1),
             "n_files": self._process.num_fds(),
@@ -305,45 +313,65 @@ def _without_tools(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in ("tools", "tool_choice")}
 
 
-def main() -> int:
-    """Run a server and its users."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--minutes", type=float, default=60.0)
-    least = "go on until so many texts were compared, and so many wrong requests refused"
-    parser.add_argument("--least", type=int, default=0, help=least)
-    parser.add_argument("--users", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("options", nargs="*", metavar="OPTION", help="of specgen serve, after --")
-    options = parser.parse_args()
-    command = [sys.executable, "-m", "specgen", "serve", "--port", "0", *options.options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip().rpartition(" ")[2]
-        until = time.monotonic() + 60.0 * options.minutes
-        soak = Soak(url, psutil.Process(process.pid), options.seed, until, options.least)
-        users = [threading.Thread(target=soak.use, args=(n,)) for n in range(options.users)]
-        for user in users:
-            user.start()
-        pause_s = max(1.0, 60.0 * options.minutes / 120)
+def soaked(process: subprocess.Popen[str], soak: Soak, n_users: int, pause_s: float) -> None:
+    """Let users at the server until their time is over, or until Ctrl-C, and stop the server."""
+    users = [threading.Thread(target=soak.use, args=(number,)) for number in range(n_users)]
+    for user in users:
+        user.start()
+    try:
         while any(user.is_alive() for user in users):
             time.sleep(pause_s)
             if process.poll() is not None:
                 soak.findings.append(f"the server ended with {process.returncode}")
                 break
             print(soak.sample(), file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: the figures are for the time so far", file=sys.stderr, flush=True)
+    finally:
+        soak.end()
         for user in users:
             user.join()
-        if process.poll() is None:
-            soak.check_rest()
-            process.send_signal(signal.SIGTERM)
-            code = process.wait(_PATIENCE_S)
-            if code:
-                soak.findings.append(f"the server ended with {code}")
-    counts, samples = (
-        dict(sorted(soak.counts.items())),
-        soak.samples[:: len(soak.samples) // 8 or 1],
+    if process.poll() is None:
+        soak.check_rest()
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(_PATIENCE_S)
+        if code:
+            soak.findings.append(f"the server ended with {code}")
+
+
+def main() -> int:
+    """Run a server and its users."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="how long to send requests (default: 60)"
     )
-    figures = {"counts": counts, "samples": samples, "findings": soak.findings}
+    least = "go on until so many texts were compared, and so many wrong requests refused"
+    parser.add_argument("--least", type=int, default=0, metavar="NUMBER", help=least)
+    parser.add_argument("--users", type=int, default=8, help="at the same time (default: 8)")
+    parser.add_argument("--seed", type=int, default=0, help="another one gives other requests")
+    parser.add_argument("options", nargs="*", metavar="OPTION", help="of specgen serve, after --")
+    options = parser.parse_args()
+    command = [sys.executable, "-m", "specgen", "serve", "--port", "0", *options.options]
+    # In a session of its own, so that Ctrl-C ends the users first.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip().rpartition(" ")[2]
+        if not url:
+            print("the server did not start", file=sys.stderr)
+            return process.wait()
+        try:
+            until = time.monotonic() + 60.0 * options.minutes
+            soak = Soak(url, psutil.Process(process.pid), options.seed, until, options.least)
+            soaked(process, soak, options.users, max(1.0, 60.0 * options.minutes / 120))
+        finally:
+            process.terminate()
+    figures = {
+        "counts": dict(sorted(soak.counts.items())),
+        "samples": soak.samples[:: len(soak.samples) // 8 or 1],
+        "findings": soak.findings,
+    }
     print(json.dumps(figures, indent=1))
     return 1 if soak.findings else 0
 

@@ -3,7 +3,9 @@
     python -m tests.long_runs.templates [FOLDER]
 
 FOLDER is llama.cpp's `models/templates`; without one, the source of the installed llama-cpp-python
-is downloaded. Prints a line for each template, and fails if one of these does not hold:
+is downloaded. Prints a line for each template: the form of calls with its mark, the mark before
+thoughts, and how many conversations are changed because the template would refuse them or leave out
+messages. Fails if one of these does not hold:
 
 - The form of calls is found for every template that writes them, except for those in `UNREAD`.
 - Calls in this form are parsed, as a whole and character by character, and the grammars of calls
@@ -13,6 +15,7 @@ is downloaded. Prints a line for each template, and fails if one of these does n
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -27,7 +30,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from scripts import build_peers
-from specgen.errors import PromptError
+from specgen.errors import PromptError, SpecgenError
 from specgen.llama import LlamaModel
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.serve.formats.tool_calls.form_probe import form_of
@@ -36,7 +39,7 @@ from specgen.serve.formats.tool_calls.function import Function
 from specgen.serve.formats.tool_calls.grammar import calls_grammar
 from specgen.serve.formats.tool_calls.parser import ToolCallParser
 from specgen.session.prompts.template import Message, ToolCall
-from specgen.session.prompts.thoughts import THOUGHT_CONTROLS, ThoughtReader
+from specgen.session.prompts.thoughts import thoughts_after
 from specgen.text.grammar.free_text import ANY, grammar_start
 from tests.helpers.conversations import conversation, fitted, fitted_turns, lost, orders
 from tests.tiny import TinyConfig, write_tiny_model
@@ -206,8 +209,11 @@ def about_thoughts(template: str) -> Finding:
             fitted(template, turns)
     except PromptError as error:
         return Finding(error.message, is_expected=False)
-    text = next((mark for mark in THOUGHT_CONTROLS if mark in template), "none")
-    if ThoughtReader(prompt).is_open:
+    marks = thoughts_after(prompt, template)
+    if marks is None:
+        return Finding("none", is_expected=True)
+    text = " ".join(marks.begin.split())  # some have line breaks
+    if marks.state == "open":
         text += ", begun by the template"
     return Finding(text, is_expected=True)
 
@@ -243,16 +249,25 @@ def about_file(file: Path) -> bool:
     return calls.is_expected and thoughts.is_expected and shapes.is_expected
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Print a line about each template; return the exit code."""
-    with tempfile.TemporaryDirectory() as work, multiprocessing.Pool() as pool:
-        if arguments:
-            folder = Path(arguments[0])
-        else:
-            source = build_peers.fetch(build_peers.installed_version(), Path(work))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="with files *.jinja (default: llama.cpp's, downloaded)"
+    )
+    folder: Path | None = parser.parse_args().folder
+    with tempfile.TemporaryDirectory() as work:
+        if folder is None:
+            try:
+                source = build_peers.fetch(build_peers.installed_version(), Path(work))
+            except (SpecgenError, build_peers.BuildError) as error:
+                sys.exit(str(error))
             folder = source / "vendor/llama.cpp/models/templates"
         files = sorted(folder.glob("*.jinja"))
-        are_expected = pool.map(about_file, files, chunksize=1)
+        if not files:
+            sys.exit(f"{folder} has no file *.jinja")
+        with multiprocessing.Pool() as pool:
+            are_expected = pool.map(about_file, files, chunksize=1)
     failed: list[str] = []
     for file, is_expected in zip(files, are_expected, strict=True):
         if not is_expected:
@@ -263,4 +278,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -67,6 +67,16 @@ def test_a_short_soak_of_a_server_finds_nothing_wrong(tmp_path: Path) -> None:
     assert counts["ask_wrongly: 400"] > 0
 
 
+@pytest.mark.parametrize("module", ["llama_cpp_tests", "schemas", "server_soak", "templates"])
+def test_input_that_is_missing_is_named_without_a_traceback(module: str, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    arguments = ["--", "-m", str(missing)] if module == "server_soak" else [str(missing)]
+    done = run(module, *arguments)
+    assert done.returncode != 0
+    assert str(missing) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_real_schemas_are_counted_by_how_they_are_taken(tmp_path: Path) -> None:
     """A value may have its properties in any order; one that conforms to no schema is never taken.
     Other properties are taken where objects are open, in the second table.

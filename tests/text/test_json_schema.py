@@ -269,6 +269,35 @@ A_OR_B = {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": 
             '{"b": null}',
             '{"a": null, "b": null}',
         ),
+        # references as programs write them that bundle several files
+        (
+            {
+                "properties": {
+                    "a": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+                    "b": {"$ref": "#/properties/a/oneOf/1"},
+                    "c": {"$ref": "#/properties/a/oneOf/1"},
+                }
+            },
+            '{"a": "x", "b": 1, "c": 2}',
+            '{"a": "x", "b": 1, "c": "x"}',
+        ),
+        (
+            {
+                "$defs": {"moved0": {"type": "null"}},
+                "properties": {"a": {"$ref": "#/oneOf/0/properties/b~1c/oneOf/0"}},
+                "oneOf": [{"properties": {"b/c": {"oneOf": [{"type": "null"}]}}}],
+            },
+            '{"a": null}',
+            '{"a": 1}',
+        ),
+        (
+            {
+                "properties": {"a": {}, "b": {"$ref": "#/dependentSchemas/a/properties/c"}},
+                "dependentSchemas": {"a": {"properties": {"c": {"type": "null"}}}},
+            },
+            '{"b": null}',
+            '{"b": 1}',
+        ),
         ({**A_OR_B, "not": {"required": ["b"]}}, '{"a": null}', '{"b": null}'),
         ({"not": {"anyOf": [{"required": ["b"]}]}}, '{"a": null}', '{"b": null}'),
         ({**A_OR_B, "dependentRequired": {"a": ["b"]}}, '{"b": null}', '{"a": null}'),
@@ -472,6 +501,14 @@ def test_a_lenient_grammar_of_what_cannot_be_read_takes_any_object(
         {"multipleOf": True},
         {"oneOf": [{"required": [[]]}, {"required": {}}, True, 3, {"$ref": 5}, {"$ref": "#/x/y"}]},
         {"allOf": [{"$ref": "#"}, {"$ref": "#/allOf/7"}, None], "properties": [1]},
+        {
+            "oneOf": [
+                {"$ref": "#/oneOf/0"},
+                {"$ref": f"#/oneOf/{'1' * 5000}"},
+                {"$ref": "#/oneOf/x"},
+            ]
+        },
+        {"oneOf": [{"type": "null"}], "$defs": 3, "items": {"$ref": "#/oneOf/0"}},
         {"not": {"anyOf": [{"required": [None]}]}, "properties": "x"},
         {"dependencies": {"a": 3, "b": ["c"]}, "patternProperties": {"(": 1}},
         {"pattern": 5, "anyOf": {"a": 1}, "enum": 3},

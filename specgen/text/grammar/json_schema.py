@@ -31,6 +31,7 @@ from specgen.text.grammar.schema_parts import (
     properties,
     required_names,
 )
+from specgen.text.grammar.schema_references import move_referenced
 from specgen.text.grammar.schema_size import check_size
 
 #: The formats of the standard that llguidance does not support. Formats that neither knows are only
@@ -94,6 +95,7 @@ def lenient_schema_grammar(
             "it: its $ref leads back to it without end, so no value conforms to it",
         )
     left_out: list[str] = []
+    move_referenced(root)
     for part in list(parts(root)):
         _leave_out_unknown_type(part, root, left_out)
         _leave_out_bad_patterns(part, left_out)
