@@ -227,8 +227,8 @@ def test_streams_are_the_whole_text_and_can_be_left(llama: Llama) -> None:
     ]
     texts = ["", ""]
     # (A chunk has the tokens of a round, of which one stream may have fewer than the other.)
-    for chunks in itertools.zip_longest(*both):
-        for number, chunk in enumerate(chunks):
+    for pair in itertools.zip_longest(*both):
+        for number, chunk in enumerate(pair):
             if chunk is not None:
                 texts[number] += chunk["choices"][0]["delta"].get("content", "")
     assert texts[0] == texts[1] != ""
