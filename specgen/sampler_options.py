@@ -46,6 +46,11 @@ _ALIASES |= {
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
 
+#: Smaller temperatures count as 0, as in llama.cpp, where they are float32: divided by them, scores
+#: would become infinite.
+SMALLEST_TEMPERATURE = 1e-38
+
+
 def _parse_biases(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
     return tuple(_parse_bias(text) for text in texts)
 
@@ -113,6 +118,7 @@ class SamplerOptions(Options):
         "--temp --temperature",
         "Temperature; 0 always takes the most likely token.",
         min=0.0,
+        check=lambda t: 0.0 if t < SMALLEST_TEMPERATURE else t,
     )
     top_k: int = _sampling(
         40,

@@ -21,6 +21,7 @@ from specgen.system.files import (
     replace_bytes,
     write_errors,
 )
+from specgen.system.quantities import counted
 
 if TYPE_CHECKING:
     from specgen.session.prompts import Prompt
@@ -177,14 +178,15 @@ def _gap_at(place: str) -> _FileGap:
     lines = text.split("\n")
     line_number = int(location["line"])
     if not 1 <= line_number <= len(lines):
-        raise PromptError(f"{path} has no line {line_number}: it has {len(lines)} lines")
+        n_lines = counted(len(lines), "line")
+        raise PromptError(f"{path} has no line {line_number}: it has {n_lines}")
     n_characters = len(lines[line_number - 1].removesuffix("\r"))
     column = n_characters + 1  # after the last character
     if location["column"] is not None:
         column = int(location["column"])
     if not 1 <= column <= n_characters + 1:
-        what = f"line {line_number} has no column {column}: it has {n_characters} characters"
-        raise PromptError(f"{path}: {what}")
+        length = counted(n_characters, "character")
+        raise PromptError(f"{path}: line {line_number} has no column {column}: it has {length}")
     line_start = sum(len(line) + 1 for line in lines[: line_number - 1])
     gap_start = line_start + column - 1
     return _FileGap(text[:gap_start], text[gap_start:], path, encoding_of(data))

@@ -25,7 +25,13 @@ from specgen.cli.flags import (
 )
 from specgen.cli.inputs import is_terminal
 from specgen.cli.output import check_file_option
-from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
+from specgen.errors import (
+    FetchError,
+    ModelFileError,
+    OutputError,
+    UnknownModelError,
+    UsageError,
+)
 from specgen.models import hub_names as hub
 from specgen.models.download import (
     fetch,
@@ -325,12 +331,19 @@ def clear() -> None:
     The next start computes them again.
     """
     freed_bytes = 0
+    failure: OSError | None = None
     for path in (*_files_in(packed_folder()), *_files_in(prefixes_folder(cache_folder()))):
         n_bytes = size_of(path)
-        with suppress(OSError):
-            path.unlink()
+        try:
+            path.unlink(missing_ok=True)  # another process may have deleted it
+        except OSError as error:
+            failure = error
+        else:
             freed_bytes += n_bytes
     print(f"{human_bytes(freed_bytes)} freed")
+    if failure is not None:
+        message = f"{failure.filename}: cannot be deleted: {failure.strerror}"
+        raise OutputError(message) from failure
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -86,9 +86,11 @@ def race(
         with output.measuring() as (progress, stop):
             result = run_race(session, asked, progress=progress, interrupted=stop)
 
-    if not result.is_interrupted:
-        _write_files(result, svg_file, html_file)
-    _show(result, output, as_json=as_json)
+    try:
+        if not result.is_interrupted:
+            _write_files(result, svg_file, html_file)
+    finally:  # the result is shown even if a file cannot be written
+        _show(result, output, as_json=as_json)
     if result.is_interrupted:
         output.note("interrupted: not everything was measured")
         return stop.exit_code

@@ -81,7 +81,7 @@ def replace_bytes(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
-    path = path.resolve()
+    path = real_path(path)
     with new_beside(path, mode) as new:
         new.write_bytes(data)
         with contextlib.suppress(OSError):
@@ -204,6 +204,18 @@ def named_file(name: str | Path) -> Path | None:
     return path if os.path.isfile(path) else None  # noqa: PTH113 - `Path.is_file` may raise
 
 
+def real_path(path: Path) -> Path:
+    """Return the absolute path that a path leads to by its links.
+
+    Unlike `Path.resolve`, it never raises: what cannot be followed stays as it is, such as links in
+    a circle, and a relative path while the working directory is deleted.
+    """
+    try:
+        return Path(os.path.realpath(path))
+    except OSError:
+        return path
+
+
 def version_of(file: Path) -> tuple[int, int, int]:
     """Return a file's inode, size and time of its last change (in nanoseconds).
 
@@ -228,7 +240,7 @@ def files_below(folder: Path) -> Iterator[Path]:
     A link is not followed if that would visit a folder twice, or all that surrounds `folder`: users
     keep links to `/`, too. What cannot be listed is left out.
     """
-    visited = [Path(os.path.realpath(folder))]  # unlike `Path.resolve`, it never raises
+    visited = [real_path(folder)]
     for parent, folder_names, file_names in os.walk(folder, followlinks=True):
         for name in file_names:
             path = Path(parent, name)
@@ -238,7 +250,7 @@ def files_below(folder: Path) -> Iterator[Path]:
         for name in folder_names:
             path = Path(parent, name)
             if path.is_symlink():
-                place = path.resolve()
+                place = real_path(path)
                 is_visited = any(place.is_relative_to(each) for each in visited)
                 if is_visited or visited[0].is_relative_to(place):
                     continue

@@ -154,6 +154,22 @@ def test_a_relative_folder_in_a_deleted_one_is_not_used(
     assert specgen("run", *models_of(chat_models), "-n", "4", "a cat").code == 0
 
 
+def test_nothing_is_found_or_written_in_a_deleted_folder(
+    specgen: Specgen, chat_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = tmp_path / "in.jsonl"
+    lines.write_text("a cat\n", encoding="utf-8")
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    result = specgen("batch", *models_of(chat_models), lines, "out.jsonl")
+    assert (result.code, result.out) == (10, "")
+    assert "error: out.jsonl: cannot be written: No such file or directory" in result.err
+    result = specgen("serve", "--models", ".")
+    assert (result.code, result.out) == (2, "")
+    assert "error: ." in result.err
+
+
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may enter any folder")
 def test_an_inaccessible_home_costs_only_a_note(
     specgen: Specgen, chat_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

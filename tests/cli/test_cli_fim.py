@@ -213,6 +213,7 @@ def test_text_that_does_not_fit_the_context_is_left_out(fim: Fim) -> None:
         (("a.txt",), 2, "'a.txt' is not a place in a file"),
         (("a.txt:" + "9" * 20,), 2, "is not a place"),
         (("a.txt:6",), 3, "a.txt has no line 6: it has 5"),
+        (("empty.txt:2",), 3, "empty.txt has no line 2: it has 1 line\n"),
         (("a.txt:1:12",), 3, "line 1 has no column 12: it has 10 characters"),
         (("missing.txt:1",), 3, "missing.txt: cannot be read"),
         (("latin.txt:1",), 3, "latin.txt is not UTF-8: byte 0xe9 on line 2"),

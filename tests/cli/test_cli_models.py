@@ -12,9 +12,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from specgen.cli import models as cli
-from specgen.errors import FetchError, ModelFileError, UnknownModelError, UsageError
+from specgen.errors import (
+    FetchError,
+    ModelFileError,
+    OutputError,
+    UnknownModelError,
+    UsageError,
+)
 from specgen.models.download import fetch, lock_file_of, lock_file_of_blob
 from specgen.models.registry import CatalogueModel, HubSource, load_registry
+from specgen.system.folders import packed_folder
 from tests.helpers.fetch import (
     COMMIT,
     MAIN,
@@ -244,3 +251,14 @@ def test_rm_removes_a_model_of_the_registry_from_all_snapshots(
     assert run("rm", "--yes", "tiny").stdout == "removed tiny: 100 kB freed\n"
     assert isinstance(run("path", "tiny").exception, ModelFileError)
     assert not (newer / path.name).exists()
+
+
+def test_clear_deletes_what_it_can_and_reports_what_it_cannot() -> None:
+    folder = packed_folder()
+    (folder / "a").mkdir(parents=True)  # no file, so it cannot be deleted as one
+    (folder / "b").write_bytes(bytes(2000))
+    result = run("clear")
+    assert isinstance(result.exception, OutputError)
+    assert result.exception.message.startswith(f"{folder / 'a'}: cannot be deleted: ")
+    assert result.stdout == "2.00 kB freed\n"
+    assert [path.name for path in folder.iterdir()] == ["a"]

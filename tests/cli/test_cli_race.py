@@ -109,6 +109,14 @@ def test_the_picture_and_the_page_are_files(race: Specgen, tmp_path: Path) -> No
     assert [events[0]["time_s"] for events in found["answers"]] == [0.0, 0.0]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_the_result_is_shown_even_if_a_file_cannot_be_written(race: Specgen) -> None:
+    result = race("-md", "draft", "--svg", "/dev/full")
+    assert result.code == 10
+    assert len(result.out.splitlines()) == 3
+    assert "/dev/full: cannot be written" in result.err
+
+
 # --- on a terminal
 
 

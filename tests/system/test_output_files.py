@@ -80,3 +80,10 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
     write_output(pipe, b"3")
     assert os.read(reader, 9) == b"3"
     os.close(reader)
+
+
+def test_a_link_that_leads_to_itself_is_replaced(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("link")
+    write_output(link, b"1")
+    assert link.read_bytes() == b"1"

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specgen.errors import BackendError, NoTokenAllowedError
-from specgen.sampler_options import DEFAULT_SAMPLERS, SamplerOptions, parse_samplers
+from specgen.sampler_options import (
+    DEFAULT_SAMPLERS,
+    SamplerName,
+    SamplerOptions,
+    parse_samplers,
+)
 from specgen.system.arrays import BoolArray, Logits, TokenArray, best
 from specgen.text.sampling.chain import Sampler, mixture
 from specgen.text.sampling.distribution import Distribution
@@ -175,6 +180,26 @@ def test_without_a_temperature_among_the_samplers_tokens_are_drawn_at_temperatur
     found = distribution(row, options)
     assert found.token_ids.tolist() == [0, 1]
     assert found.probs[1] / found.probs[0] == pytest.approx(np.e)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [5e-324, 1e-308, 1e-39, 1e-37])
+@pytest.mark.parametrize("dynatemp_range", [0.0, 5e-324])
+@pytest.mark.parametrize("later", [(), ("top_p",), ("min_p", "typ_p"), ("top_n_sigma",)])
+def test_a_tiny_temperature_keeps_the_most_likely_token(
+    value: float, dynatemp_range: float, later: tuple[SamplerName, ...]
+) -> None:
+    options = SamplerOptions(
+        temperature=value,
+        dynatemp_range=dynatemp_range,
+        samplers=("temperature", *later),
+        typical_p=0.5,
+        top_n_sigma=1.0,
+    )
+    row = np.array([1.0, 20.0, 20.001, -300.0], np.float32)
+    found = Sampler(options).distribution(row)
+    assert found.token_ids.tolist() == [2]
+    assert found.probs.tolist() == [1.0]
 
 
 def test_a_dynamic_temperature_around_zero_is_not_greedy() -> None:

@@ -28,6 +28,7 @@ from specgen.system.files import (
     encoding_of,
     is_writable,
     locked,
+    real_path,
     replace_bytes,
     to_line,
     write_errors,
@@ -398,7 +399,7 @@ def continued(path: Path, *, retry_errors: bool = False) -> Iterator[tuple[Earli
     Raises:
         OutputError: If the file cannot be read or written, or another process writes to it.
     """
-    lock_name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+    lock_name = hashlib.sha256(os.fsencode(real_path(path))).hexdigest()[:16]
     locked_error = OutputError(
         f"{path}: another specgen batch is writing to it",
         hint="wait until it has ended, or name another file",

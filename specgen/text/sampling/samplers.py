@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from specgen.sampler_options import SMALLEST_TEMPERATURE
 from specgen.system.arrays import ProbArray, Scores, TokenArray, best
 from specgen.text.sampling.candidates import Candidates
 
@@ -70,12 +71,12 @@ def last(history: TokenArray, n: int) -> TokenArray:
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """Divide scores by t: llama.cpp's `temp`; t <= 0 keeps only the best token.
+    """Divide scores by t: llama.cpp's `temp`; a t of 0, or close to it, keeps only the best token.
 
     Among tokens with equal scores, the lowest id is the best. Scores become float64, so that
     different ones remain different.
     """
-    if t <= 0.0:
+    if t < SMALLEST_TEMPERATURE:
         position = 0 if candidates.is_ranked else int(candidates.scores.argmax())
         return candidates.take(np.array([position]), candidates.size, is_ranked=True)
     if t == 1.0:
