@@ -363,12 +363,18 @@ class Workers:
 
 
 def parse_size(text: str) -> int:
-    """Parse a number of bytes with a unit, such as 500M or 20G.
+    """Parse a size such as 500M or 20G; a number without a unit is in MiB, as in llama.cpp.
+
+    Returns:
+        The size in bytes.
 
     Raises:
         ValueError: If it is not a size. The error has the message for the user.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    size = text.strip().lower()
+    if size.isdigit():
+        size = f"{size}mib"
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", size)
     if match is None:
         raise ValueError(f"{text!r} is not a size: give one like 500M or 20G")
     number, unit, binary = match.groups()

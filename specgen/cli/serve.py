@@ -30,11 +30,6 @@ _MEMORY_SHARE = 0.8
 _SERVER_WIDE_OPTIONS = {"kernels", "packed-cache"}
 
 
-def _memory_size(text: str) -> int:
-    """Return a size in bytes, given with a unit (24GB, 24GiB) or as a number of MiB."""
-    return parse_size(f"{text}MiB" if text.isdigit() else text)
-
-
 _server = partial(option, panel="Server")
 
 
@@ -54,7 +49,7 @@ def serve(
         "--memory",
         "With several models: how much memory loaded models may use, for example 24GB or 24GiB.",
         metavar="SIZE",
-        parse=_memory_size,
+        parse=parse_size,
         show_default=f"{_MEMORY_SHARE:.0%} of the memory of the machine or the container",
     ),
     learn_across: bool = _server(

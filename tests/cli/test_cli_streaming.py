@@ -21,7 +21,7 @@ TERABYTE = 10**12
 @pytest.mark.parametrize("draft", ["draft", "ngram", "none"])
 def test_the_answer_is_the_same_with_less_memory(cli: Cli, draft: str) -> None:
     plain = cli.run(PROMPT, draft="none")
-    few = cli.run(PROMPT, "--weights-memory", "1000", draft=draft)
+    few = cli.run(PROMPT, "--weights-memory", "1000B", draft=draft)
     assert (few.code, few.out) == (0, plain.out)
     assert "of weights, 1.00 kB of memory: " in few.err
     assert "of weights" not in plain.err
@@ -33,7 +33,7 @@ def test_a_batch_has_the_same_results_with_less_memory(
     lines = tmp_path / "lines.txt"
     lines.write_text("the cat is in\nthe house of the house of\none two three\n")
     answers: list[object] = []
-    for name, memory in (("few", "1000"), ("plain", "auto")):
+    for name, memory in (("few", "1000B"), ("plain", "auto")):
         results = tmp_path / f"{name}.jsonl"
         models = ["-m", cli.model("target"), "-md", cli.model("draft")]
         result = specgen(

@@ -130,7 +130,15 @@ def test_only_the_memory_of_this_machine_is_limited(models: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("10G", 10 * GB), ("1.5GiB", 3 * 2**29), ("ALL", "all"), ("auto", "auto"), (0, 0)],
+    [
+        ("10G", 10 * GB),
+        ("1.5GiB", 3 * 2**29),
+        ("1000B", 1000),
+        ("500", 500 * 2**20),  # MiB
+        ("ALL", "all"),
+        ("auto", "auto"),
+        (0, 0),
+    ],
 )
 def test_memory_is_a_size_or_a_word(given: WeightsMemory | str, meant: WeightsMemory) -> None:
     assert ContextOptions(weights_memory=given).weights_memory == meant  # type: ignore[arg-type]
