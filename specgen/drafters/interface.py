@@ -214,8 +214,8 @@ class DraftRequest:
     )
     #: How often n-grams predicted the target's tokens, in all texts.
     ngram_counts: NgramCounts = field(default_factory=NgramCounts)
-    #: The answers that were generated before, in which n-grams may be searched for; None if the
-    #: drafts for this answer must not depend on other answers.
+    #: The answers that were generated before, for n-grams to search; None if the drafts for this
+    #: answer must not depend on other answers.
     recent_answers: SuffixIndex | None = None
     #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
     is_sampled: bool = False

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from specgen.drafters.suffix_index import (
+    GrowingCorpus,
     IntArray,
     SuffixArray,
-    TextsIndex,
     join_texts,
     load_arrays,
     save_arrays,
@@ -43,7 +43,7 @@ MAX_STORE_BYTES = 8 << 20
 MAX_UNSAVED = 16384
 #: ...or this share of the saved tokens, whichever is more, before all are sorted and saved.
 _UNSAVED_SHARE = 0.25
-#: The number of tokens of recent answers that are searched. Each takes about half a kilobyte.
+#: The number of tokens of recent answers that are searched. Each takes about 350 bytes.
 MAX_RECENT = 65_536
 #: The longest wait for another process that adds a text, in seconds.
 _WAIT_S = 2.0
@@ -238,7 +238,7 @@ class RecentAnswers:
         self._max_tokens = max_tokens
         self._answers: list[Sequence[int]] = []
         #: Finds endings in the answers.
-        self.index = TextsIndex()
+        self.index = GrowingCorpus()
 
     def add(self, answer: Sequence[int]) -> None:
         """Add an answer as the newest one."""
@@ -257,7 +257,7 @@ class RecentAnswers:
                 break
             kept.append(answer)
         self._answers = kept[::-1]
-        self.index = TextsIndex()
+        self.index = GrowingCorpus()
         for answer in self._answers:
             self.index.add_text(answer)
 

@@ -1,7 +1,7 @@
 """Indexes for prompt lookup: they find where the end of a text occurred before.
 
-`TextIndex` searches a text that grows token by token, `TextsIndex` a growing number of texts, and
-`SuffixArray` texts that do not change.
+`TextIndex` searches a text that grows token by token, `GrowingCorpus` finished texts to which
+others are added, and `SuffixArray` texts that do not change.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ class TextIndex(SuffixIndex):
         return Match(length, tuple(places))
 
 
-class TextsIndex(TextIndex):
-    """Finds endings in finished texts, to which more can be added. It cannot be rewound.
+class GrowingCorpus(TextIndex):
+    """Finds endings in finished texts, to which others are added. It cannot be rewound.
 
     No match extends from one text into the next.
     """

@@ -75,7 +75,7 @@ class DrafterFactory:
     #: Whether each answer works on its own copy of the acceptance counts and does not search other
     #: answers, so that it neither depends on earlier ones nor influences later ones.
     learn_alone: bool = False
-    #: The finished answers, in which drafts for later ones are searched for.
+    #: The finished answers, which n-grams search to draft for later ones.
     recent_answers: RecentAnswers = field(default_factory=RecentAnswers)
 
     def new_answer(

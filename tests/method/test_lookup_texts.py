@@ -27,9 +27,9 @@ from specgen.drafters.ngram_counts import Evidence, NgramCounts, Place, TextChan
 from specgen.drafters.suffix_index import (
     MAX_MATCH,
     MAX_PLACES,
+    GrowingCorpus,
     SuffixArray,
     SuffixIndex,
-    TextsIndex,
     join_texts,
     split_texts,
 )
@@ -496,7 +496,7 @@ def found(index: SuffixIndex, ending: Text) -> tuple[int, dict[int, int]]:
 def test_finished_texts_are_found_as_in_a_sorted_array(
     answers: list[list[int]], ending: list[int]
 ) -> None:
-    index = TextsIndex()
+    index = GrowingCorpus()
     for number, answer in enumerate(answers):
         assert found(index, ending) == found(SuffixArray.build(answers[:number]), ending)
         index.add_text(answer)
