@@ -231,6 +231,7 @@ def _take_samples(
         n_parallel=1 if session.why_one_sequence else N_AT_ONCE,
         n_ctx=session.context_size(len(place.prompt.tokens) + N_SEARCHED, N_SEARCHED),
         interrupted=interrupted,
+        learn_alone=True,  # otherwise, the drafts would be earlier samples
         prepare=force_start,
     ) as engine:
         for n_done in range(0, n_samples, _N_QUEUED_SAMPLES):
