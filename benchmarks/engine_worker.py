@@ -95,11 +95,10 @@ class Specgen:
             target_context=ContextOptions(n_ctx=settings.get("n_ctx")),
             draft_context=ContextOptions(n_ctx=settings.get("n_ctx")),
         )
-        self._keeps_learning = settings["keeps_learning"]
         # This session stays open to keep the weights loaded, so that opening another takes no time.
         self._session = Session(self._options, time.perf_counter)
         calibrate(self._session)
-        self._engine = Engine(self._session) if self._keeps_learning else None
+        self._engine = Engine(self._session) if settings["keeps_learning"] else None
         self._calibrated = copy.deepcopy(self._session.measurements)
 
     def about(self) -> dict[str, Any]:

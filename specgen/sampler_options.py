@@ -44,8 +44,6 @@ _ALIASES |= {
 }
 #: llama.cpp's escapes in sequence breakers.
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
-
-
 #: Smaller temperatures count as 0, as in llama.cpp, where they are float32: divided by them, scores
 #: would become infinite.
 SMALLEST_TEMPERATURE = 1e-38

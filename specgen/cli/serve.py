@@ -29,7 +29,6 @@ _MEMORY_SHARE = 0.8
 #: Options of the whole server, which the table of a model cannot set.
 _SERVER_WIDE_OPTIONS = {"kernels", "packed-cache"}
 
-
 _server = partial(option, panel="Server")
 
 

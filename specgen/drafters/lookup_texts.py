@@ -7,9 +7,10 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from specgen.errors import OutputError, UsageError
 from specgen.system.files import locked, path_of, read_text
 from specgen.text.vocabulary import Vocabulary
 
+#: A text, as tokens: a list or an array.
+_Text = TypeVar("_Text", bound=Sized)
 #: Larger files in a folder are ignored.
 MAX_FILE_BYTES = 4 << 20
 #: A larger total size is refused: sorting takes 150 bytes of memory per token.
@@ -224,6 +227,16 @@ def texts_in(store: Path) -> list[IntArray]:
     return split_texts(arrays[0]) if arrays is not None else []
 
 
+def _newest(texts: Sequence[_Text], max_tokens: int) -> list[_Text]:
+    """Return the newest texts, which are last, that have at most `max_tokens` tokens in total."""
+    n_tokens = 0
+    first = len(texts)
+    while first > 0 and n_tokens + len(texts[first - 1]) <= max_tokens:
+        first -= 1
+        n_tokens += len(texts[first])
+    return list(texts[first:])
+
+
 class RecentAnswers:
     """The answers that were generated before in this process. They are only kept in memory.
 
@@ -236,6 +249,7 @@ class RecentAnswers:
 
     def __init__(self, max_tokens: int = MAX_RECENT) -> None:
         self._max_tokens = max_tokens
+        #: The answers, the newest last.
         self._answers: list[Sequence[int]] = []
         #: Finds endings in the answers.
         self.index = GrowingCorpus()
@@ -248,15 +262,8 @@ class RecentAnswers:
         self.index.add_text(answer)
 
     def _forget_older_half(self) -> None:
-        """Make a new index of the newest answers. Drafters that use the old one keep it."""
-        kept: list[Sequence[int]] = []
-        n_tokens = 0
-        for answer in reversed(self._answers):
-            n_tokens += len(answer)
-            if n_tokens > self._max_tokens // 2:
-                break
-            kept.append(answer)
-        self._answers = kept[::-1]
+        """Index the newest answers anew. Drafters that use the old index keep it."""
+        self._answers = _newest(self._answers, self._max_tokens // 2)
         self.index = GrowingCorpus()
         for answer in self._answers:
             self.index.add_text(answer)
@@ -309,14 +316,10 @@ class EarlierTexts:
 
     def _without_oldest(self, texts: list[IntArray]) -> list[IntArray]:
         """Return all texts if they fit into the store, or else the newest, to fill half of it."""
-        n_tokens = sum(map(len, texts))
-        if n_tokens <= self._max_tokens:
+        if sum(map(len, texts)) <= self._max_tokens:
             return texts
-        first = 0
-        while first < len(texts) - 1 and n_tokens > self._max_tokens // 2:
-            n_tokens -= len(texts[first])
-            first += 1
-        return texts[first:]
+        # The newest text is kept even if it fills more than half.
+        return _newest(texts, self._max_tokens // 2) or texts[-1:]
 
     def arrays(self) -> tuple[SuffixArray, ...]:
         """Return suffix arrays of all texts, with the newest texts in the last one.

@@ -312,7 +312,7 @@ class StandaloneDraft(LoadedDraft):
             rng=np.random.default_rng(0),
             caches=caches,
             costs=costs,
-            # Those of the request are about the target's tokens.
+            # The request's own are about the target's tokens.
             ngram_counts=NgramCounts(),
             recent_answers=None,
             draft_prompt=None,

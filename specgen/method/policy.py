@@ -515,7 +515,7 @@ class CostAwarePolicy:
         if pays and price.prefill_s <= max_prefill_s:
             return plan, gain_s
         if not pays and self._can_never_pay(price, stop):
-            detail = self._too_costly(price, stop)
+            detail = self._costs_of_a_guess(price, stop)
             return RoundPlan("row cost", stop=stop, detail=detail), _NO_GAIN
 
         # 2. Otherwise try a few tokens now and then, to learn whether it has become worthwhile.
@@ -660,9 +660,10 @@ class CostAwarePolicy:
         stop: CostAwareStopping,
     ) -> str:
         accepted = f"{rates.mean():.0%} of its tokens are expected to be accepted in this text"
-        return f"{accepted}; {self._too_costly(price, stop)}"
+        return f"{accepted}; {self._costs_of_a_guess(price, stop)}"
 
-    def _too_costly(self, price: Price, stop: CostAwareStopping) -> str:
+    def _costs_of_a_guess(self, price: Price, stop: CostAwareStopping) -> str:
+        """Return what a guess costs, and what checking it costs, for a message."""
         guess = (price.seconds(2) - price.first_s) / self._plain_s
         return (
             f"a guess costs {guess:.2f} of a token of the target, "

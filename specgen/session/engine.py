@@ -534,10 +534,9 @@ class Engine:
         if answer.failure is not None:
             self._fail(request, answer.failure)
             return []
-        self._factory.keep_answer(answer)
         notices: list[Event] = []
         try:
-            self._keep(request.prompt, answer.tokens)
+            self._keep(request.prompt, answer)
         except OutputError as error:  # the answer itself has not failed
             text = f"the answer is not kept for the draft: {error.message}"
             notices.append(NoticeEvent(request.index, self._loop.now_s, text))
@@ -576,17 +575,19 @@ class Engine:
         self._session.setup_s.clear()
         return replace(finished, others_share=others_share, **setup_s)
 
-    def _keep(self, prompt: Prompt, tokens: Sequence[int]) -> None:
-        """Store a finished text for lookups and for learning, if the options ask for that.
+    def _keep(self, prompt: Prompt, finished: AnswerState) -> None:
+        """Let later answers draft from a finished one, and store it if the options ask for that.
 
         Args:
             prompt: The prompt.
-            tokens: All tokens of the text: those of the prompt, then those of the answer.
+            finished: The answer.
 
         Raises:
             OutputError: If the draft cannot store the text, or the answer cannot be written for
                 learning.
         """
+        self._factory.keep_answer(finished)
+        tokens = finished.tokens
         self._session.keep_text(tokens)
         folder = self._session.options.learning
         if folder is None:
