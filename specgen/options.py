@@ -723,6 +723,8 @@ class SessionOptions(Options):
     prompt_cache: Path | None = None
     #: Which prefixes of prompts are stored in the folder `cache`; None: no prefixes.
     prefixes: PrefixOptions | None = None
+    #: Whether phrases that several answers have in common are stored in the folder `cache`.
+    phrase_store: bool = False
 
     def check_together(self) -> None:
         """Check that only the target is given a limit on the memory of its weights."""

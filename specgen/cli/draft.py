@@ -28,7 +28,7 @@ from specgen.errors import OutputError, UsageError
 from specgen.models.files import check_model_path, identity_of, learning_folder, size_of
 from specgen.options import Contexts, GenerationOptions, KernelOptions, ModelChoice, SessionOptions
 from specgen.session.choose_models import find_models, find_target, name_of
-from specgen.system.folders import cache_folder, data_folder
+from specgen.system.folders import cache_folder, data_folder, phrases_folder
 from specgen.system.machine import is_busy
 from specgen.system.quantities import human_bytes
 from specgen.train.draft_builder import (
@@ -625,8 +625,9 @@ def forget(
     ),
     output: Output = flags.loudness.without("--verbose"),
 ) -> int:
-    """Delete the answers that --learn and --lookup-store kept, and the weights learnt from them."""
+    """Delete kept answers, what was learnt from them, and phrases that answers had in common."""
     from specgen.drafters.lookup_texts import EarlierTexts, texts_in
+    from specgen.drafters.shared_phrases import phrases_file, phrases_in
     from specgen.llama import LlamaModel
     from specgen.session.kept_answers import read_answers
 
@@ -635,22 +636,29 @@ def forget(
     if target is None:
         folders = [path for path in learning.glob("*") if path.is_dir()]
         stores = [path for path in texts.glob("*") if path.is_dir()]
+        phrase_files = [*phrases_folder(cache_folder()).glob("*.npz")]
     else:
         path = find_target(target, quiet=output.quiet)
         folders = [learning_folder(data_folder(), identity_of(path))]
         with contextlib.closing(LlamaModel(path, vocabulary_only=True)) as model:
             stores = [EarlierTexts(texts, model.vocabulary.digest()).folder]
+            phrase_files = [phrases_file(cache_folder(), model.vocabulary.digest())]
     # Count everything before it is deleted.
     n_answers = sum(len(read_answers(folder)) for folder in folders)
     n_weights = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
     n_texts = sum(len(texts_in(store)) for store in stores)
-    n_bytes = sum(size_of(path) for folder in (*folders, *stores) for path in folder.glob("*"))
+    n_phrases = sum(len(phrases_in(file)) for file in phrase_files)
+    files = [path for folder in (*folders, *stores) for path in folder.glob("*")]
+    n_bytes = sum(map(size_of, (*files, *phrase_files)))
     try:
         for folder in (*folders, *stores):
             if folder.exists():
                 shutil.rmtree(folder)
+        for file in phrase_files:
+            file.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"{error.filename}: cannot be deleted: {error.strerror}") from error
     learnt = f"kept answers: {n_answers}; weights learnt from them: {n_weights}"
-    print(f"deleted: {learnt}; lookup texts: {n_texts}; {human_bytes(n_bytes)} in all")
+    kept = f"lookup texts: {n_texts}; phrases: {n_phrases}"
+    print(f"deleted: {learnt}; {kept}; {human_bytes(n_bytes)} in all")
     return 0

@@ -63,6 +63,13 @@ class Setup:
     )
     #: Which prefixes of prompts are stored on disk.
     prefixes: PrefixOptions = field(default_factory=PrefixOptions)
+    phrase_store: bool = option(
+        True,
+        "--phrase-store/--no-phrase-store",
+        "Keep phrases that answers have in common in the cache folder, and draft from them.",
+        envvar="SPECGEN_PHRASE_STORE",
+        panel="Other texts",
+    )
     prompt_cache: Path | None = option(
         None,
         "--prompt-cache",
@@ -104,6 +111,7 @@ class Setup:
             learning=learning_path,
             prompt_cache=self.prompt_cache,
             prefixes=self.prefixes,
+            phrase_store=self.phrase_store,
         )
         return replace(wanted, options=options)
 

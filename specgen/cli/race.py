@@ -26,11 +26,13 @@ _setup = (
         "--learn",
         "--logprobs",
         "--lookup-store",
+        "--phrase-store",
         "--prefix-store",
         "--prefix-store-size",
         "--prompt-cache",
     )
     .with_default("--prefix-store", "off")
+    .with_default("--phrase-store", False)
     .with_default("--max-tokens", _MAX_TOKENS)
 )
 

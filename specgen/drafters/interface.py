@@ -214,9 +214,9 @@ class DraftRequest:
     )
     #: How often n-grams predicted the target's tokens, in all texts.
     ngram_counts: NgramCounts = field(default_factory=NgramCounts)
-    #: The answers that were generated before, for n-grams to search; None if the drafts for this
-    #: answer must not depend on other answers.
-    recent_answers: SuffixIndex | None = None
+    #: Phrases of earlier answers, for n-grams to search; None if the drafts for this answer must
+    #: not depend on other answers.
+    phrases: SuffixIndex | None = None
     #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
     is_sampled: bool = False
     #: Whether the draft may be a tree.

@@ -7,19 +7,18 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from specgen.drafters.suffix_index import (
-    GrowingCorpus,
     IntArray,
     SuffixArray,
     join_texts,
     load_arrays,
+    newest_texts,
     save_arrays,
     split_texts,
 )
@@ -27,8 +26,6 @@ from specgen.errors import OutputError, UsageError
 from specgen.system.files import locked, path_of, read_text
 from specgen.text.vocabulary import Vocabulary
 
-#: A text, as tokens: a list or an array.
-_Text = TypeVar("_Text", bound=Sized)
 #: Larger files in a folder are ignored.
 MAX_FILE_BYTES = 4 << 20
 #: A larger total size is refused: sorting takes 150 bytes of memory per token.
@@ -46,8 +43,6 @@ MAX_STORE_BYTES = 8 << 20
 MAX_UNSAVED = 16384
 #: ...or this share of the saved tokens, whichever is more, before all are sorted and saved.
 _UNSAVED_SHARE = 0.25
-#: The number of tokens of recent answers that are searched. Each takes about 350 bytes.
-MAX_RECENT = 65_536
 #: The longest wait for another process that adds a text, in seconds.
 _WAIT_S = 2.0
 
@@ -227,48 +222,6 @@ def texts_in(store: Path) -> list[IntArray]:
     return split_texts(arrays[0]) if arrays is not None else []
 
 
-def _newest(texts: Sequence[_Text], max_tokens: int) -> list[_Text]:
-    """Return the newest texts, which are last, that have at most `max_tokens` tokens in total."""
-    n_tokens = 0
-    first = len(texts)
-    while first > 0 and n_tokens + len(texts[first - 1]) <= max_tokens:
-        first -= 1
-        n_tokens += len(texts[first])
-    return list(texts[first:])
-
-
-class RecentAnswers:
-    """The answers that were generated before in this process. They are only kept in memory.
-
-    A model repeats its own phrases, even when it answers different questions. Prompts are not kept:
-    they are longer, and whatever an answer quotes from its own prompt is found there.
-
-    Args:
-        max_tokens: When the answers have more tokens than this, the older half is forgotten.
-    """
-
-    def __init__(self, max_tokens: int = MAX_RECENT) -> None:
-        self._max_tokens = max_tokens
-        #: The answers, the newest last.
-        self._answers: list[Sequence[int]] = []
-        #: Finds endings in the answers.
-        self.index = GrowingCorpus()
-
-    def add(self, answer: Sequence[int]) -> None:
-        """Add an answer as the newest one."""
-        if len(self.index) + len(answer) > self._max_tokens:
-            self._forget_older_half()
-        self._answers.append(answer)
-        self.index.add_text(answer)
-
-    def _forget_older_half(self) -> None:
-        """Index the newest answers anew. Drafters that use the old index keep it."""
-        self._answers = _newest(self._answers, self._max_tokens // 2)
-        self.index = GrowingCorpus()
-        for answer in self._answers:
-            self.index.add_text(answer)
-
-
 class EarlierTexts:
     """The tokens of earlier texts on the disk, with a saved suffix array of most of them.
 
@@ -319,7 +272,7 @@ class EarlierTexts:
         if sum(map(len, texts)) <= self._max_tokens:
             return texts
         # The newest text is kept even if it fills more than half.
-        return _newest(texts, self._max_tokens // 2) or texts[-1:]
+        return newest_texts(texts, self._max_tokens // 2) or texts[-1:]
 
     def arrays(self) -> tuple[SuffixArray, ...]:
         """Return suffix arrays of all texts, with the newest texts in the last one.

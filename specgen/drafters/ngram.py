@@ -111,7 +111,7 @@ class SuffixDrafter(Drafter):
         min_match: Nothing is drafted if fewer tokens match.
         max_match: A longer match counts as one of this length.
         files: Other texts to search.
-        earlier: Texts of earlier answers to search.
+        earlier: Earlier texts, and phrases of earlier answers, to search.
         n_prompt: The number of tokens before the answer.
         counts: What was counted in all texts; the drafter adds to it.
         n_children: The maximum number of continuations of one position.
@@ -351,8 +351,8 @@ class LoadedNgrams(LoadedDraft):
             n_levels_max = request.n_levels_max
             min_probability = _MIN_PROBABILITY
         earlier: list[SuffixIndex] = [*self._earlier_texts]
-        if request.recent_answers is not None:
-            earlier.append(request.recent_answers)
+        if request.phrases is not None:
+            earlier.append(request.phrases)
         min_match, max_match = self._drafting.ngram_lengths
         return SuffixDrafter(
             min_match,

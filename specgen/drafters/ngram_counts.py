@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-#: Where a continuation was found: in the answer itself, in its prompt, in earlier texts
-#: (`--lookup-store`), or in files (`--lookup-file`).
+#: Where a continuation was found: in the answer itself, in its prompt, in earlier texts or phrases
+#: of them (`--lookup-store`, `--phrase-store`), or in files (`--lookup-file`).
 Place: TypeAlias = Literal["answer", "prompt", "earlier", "file"]
 #: Longer matches count as matches of this length.
 LONGEST = 6

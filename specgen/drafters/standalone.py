@@ -314,7 +314,7 @@ class StandaloneDraft(LoadedDraft):
             costs=costs,
             # The request's own are about the target's tokens.
             ngram_counts=NgramCounts(),
-            recent_answers=None,
+            phrases=None,
             draft_prompt=None,
         )
         drafter = draft.drafter(second_request)

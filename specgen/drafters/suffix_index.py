@@ -403,6 +403,16 @@ def split_texts(tokens: IntArray) -> list[IntArray]:
     return [text[:-1] for text in np.split(tokens, ends + 1)[:-1]]
 
 
+def newest_texts(texts: Sequence[IntArray], max_tokens: int) -> list[IntArray]:
+    """Return the newest texts, which are last, that have at most `max_tokens` tokens in total."""
+    n_tokens = 0
+    first = len(texts)
+    while first > 0 and n_tokens + len(texts[first - 1]) <= max_tokens:
+        first -= 1
+        n_tokens += len(texts[first])
+    return list(texts[first:])
+
+
 def save_arrays(path: Path, **arrays: IntArray) -> None:
     """Write named arrays to a file, which is replaced atomically.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ from specgen.drafters.interface import (
     Price,
     RoundPlan,
 )
-from specgen.drafters.lookup_texts import RecentAnswers
 from specgen.drafters.ngram_counts import NgramCounts
+from specgen.drafters.shared_phrases import SharedPhrases, phrases_file
 from specgen.method.acceptance import AcceptanceCounts
 from specgen.method.answer_state import AnswerState
 from specgen.method.backend import Backend
@@ -72,11 +73,10 @@ class DrafterFactory:
 
     #: The loaded models.
     session: Session
-    #: Whether each answer works on its own copy of the acceptance counts and does not search other
-    #: answers, so that it neither depends on earlier ones nor influences later ones.
+    #: Whether each answer works on its own copy of the acceptance counts, so that it neither
+    #: depends on earlier ones nor influences later ones. It then searches phrases of earlier
+    #: answers only if the options ask to store them.
     learn_alone: bool = False
-    #: The finished answers, which n-grams search to draft for later ones.
-    recent_answers: RecentAnswers = field(default_factory=RecentAnswers)
 
     def new_answer(
         self,
@@ -149,10 +149,26 @@ class DrafterFactory:
             ends=ends,
         )
 
+    @cached_property
+    def _phrases(self) -> SharedPhrases | None:
+        """The phrases of earlier answers; None if answers are independent of each other."""
+        options = self.session.options
+        if options.phrase_store and options.cache is not None:
+            return SharedPhrases(
+                phrases_file(options.cache, self.session.target.vocabulary.digest())
+            )
+        return None if self.learn_alone else SharedPhrases()
+
     def keep_answer(self, answer: AnswerState) -> None:
-        """Let the drafts for later answers repeat a finished answer, an end token included."""
-        if not self.learn_alone:
-            self.recent_answers.add(answer.tokens[answer.n_prompt :])
+        """Let the drafts for later answers repeat phrases of a finished one, end token included."""
+        if self._phrases is not None:
+            n_prompt = answer.n_prompt
+            self._phrases.add(answer.tokens[:n_prompt], answer.tokens[n_prompt:])
+
+    def close(self) -> None:
+        """Store the phrases that were found, if the options ask for that."""
+        if self._phrases is not None:
+            self._phrases.save()
 
     def _cascade(
         self,
@@ -304,7 +320,7 @@ class DrafterFactory:
             costs_of=costs_of,
             acceptance_of_guesses=acceptance_of_guesses,
             ngram_counts=self._ngram_counts(settings),
-            recent_answers=None if self.learn_alone else self.recent_answers.index,
+            phrases=self._phrases.index if self._phrases is not None else None,
             is_sampled=is_sampled,
             can_branch=can_branch,
             shape=drafting.tree,

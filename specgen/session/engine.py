@@ -107,6 +107,7 @@ class Engine:
         self._prepare = prepare
         self._notices: deque[str] = deque()
         self._resources = contextlib.ExitStack()
+        self._resources.callback(self._factory.close)
         started_s = session.clock()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._resources.close)

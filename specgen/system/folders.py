@@ -38,6 +38,11 @@ def prefixes_folder(cache: Path) -> Path:
     return cache / "prefixes"
 
 
+def phrases_folder(cache: Path) -> Path:
+    """Return the folder of phrases that answers have in common."""
+    return cache / "phrases"
+
+
 def measurements_file() -> Path:
     """Return the file with the measurements on this machine."""
     return cache_folder() / "learnt.json"

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 
 from specgen.llama import LlamaBackend, build
 from specgen.session import opening_notes, session
-from specgen.system.folders import cache_folder, measurements_file
-from tests.helpers.cli import Cli, Result, complaint, events_of
+from specgen.system.folders import cache_folder, measurements_file, phrases_folder
+from tests.helpers.cli import Cli, Result, complaint, events_of, in_process
 from tests.tiny import TinyConfig, write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -151,6 +152,31 @@ def test_kept_answers_draft_later_ones(cli: Cli, plain: str) -> None:
     assert "lookup" not in origins_of(cli.run(PROMPT, "--json", draft="ngram"), plain)
     other = events_of(cli.run(PROMPT, *arguments, target="other", draft="ngram"))
     assert not [e for e in other if e["event"] == "drafted" and e["nodes"][0]["origin"] == "lookup"]
+
+
+def test_phrases_of_earlier_answers_are_drafted(
+    cli: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--json", *REPETITIVE)
+    prompts = (PROMPT, "the cat", "abc", "sum")
+    plain = {prompt: cli.run(prompt, *REPETITIVE, draft="none").out for prompt in prompts}
+    shutil.rmtree(phrases_folder(cache_folder()))  # plain answers have phrases, too
+
+    def are_phrases_drafted(prompt: str, *more: str) -> bool:
+        result = cli.run(prompt, *arguments, *more, draft="ngram")
+        return "lookup" in origins_of(result, plain[prompt])
+
+    *first, last = prompts
+    for prompt in prompts:
+        assert not are_phrases_drafted(prompt, "--no-phrase-store")
+    assert not stored("phrases")
+    for prompt in first:
+        are_phrases_drafted(prompt)
+    assert are_phrases_drafted(last)
+    assert not are_phrases_drafted(last, "--no-phrase-store")
+    gone = in_process(capsys)("draft", "forget", "-m", cli.model("target"))
+    assert re.search(r"phrases: [1-9]", gone.out)
+    assert not are_phrases_drafted(last)
 
 
 # --- a draft for the draft

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -18,7 +17,6 @@ from specgen.drafters.lookup_texts import (
     MAX_CORPUS_BYTES,
     MAX_FILE_BYTES,
     EarlierTexts,
-    RecentAnswers,
     load_corpus,
     texts_in,
 )
@@ -37,6 +35,7 @@ from specgen.errors import UsageError
 from specgen.method.draft import NO_DRAFT, Draft
 from specgen.method.drafter import draft_alone
 from specgen.method.policy import RoundPlan
+from tests.helpers.disk import full_disk
 from tests.helpers.fake_backend import FakeVocabulary
 from tests.helpers.vocabularies import CountingVocabulary
 
@@ -237,18 +236,6 @@ def test_what_is_sorted_stays_sorted(tmp_path: Path) -> None:
         if n_texts == [5] and is_saved and n_new:
             saved_at.write_bytes(b"damaged")
         last_saved = saved
-
-
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """Let no file grow, as on a full disk."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_store_that_is_damaged_or_cannot_be_written_breaks_nothing(tmp_path: Path) -> None:
@@ -501,25 +488,3 @@ def test_finished_texts_are_found_as_in_a_sorted_array(
         assert found(index, ending) == found(SuffixArray.build(answers[:number]), ending)
         index.add_text(answer)
     assert found(index, ending) == found(SuffixArray.build(answers), ending)
-
-
-def test_the_older_half_of_many_answers_is_forgotten() -> None:
-    recent = RecentAnswers(max_tokens=24)
-    for first in range(10, 50, 10):
-        recent.add([first, first + 1, first + 2, first + 3, first + 4])
-    old_index = recent.index
-    assert found(old_index, [10]) == (1, {11: 1})
-    recent.add([50, 51])
-    # Whoever uses the old index can go on with it.
-    assert found(old_index, [10]) == (1, {11: 1})
-    assert found(old_index, [50]) == (0, {})
-    assert [found(recent.index, [first])[0] for first in range(10, 60, 10)] == [0, 0, 1, 1, 1]
-
-
-def test_an_answer_that_is_longer_than_the_limit_is_found_until_the_next_one() -> None:
-    recent = RecentAnswers(max_tokens=4)
-    recent.add(range(10))
-    assert found(recent.index, [8]) == (1, {9: 1})
-    recent.add([20, 21])
-    assert found(recent.index, [8]) == (0, {})
-    assert found(recent.index, [20]) == (1, {21: 1})
