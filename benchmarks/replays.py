@@ -27,6 +27,10 @@ token: the geometric mean over categories, the ratio of the total times, and the
 it. "hindsight" picks, for each answer or for each category, the best of the settings with a fixed
 draft length. Prints to stdout one JSON list with the figures of each answer.
 
+With `--cold alone`, nothing is learnt from answer to answer. With `--cold phrases`, neither, but
+n-grams search the phrases that all other answers have in common, as if separate processes had
+generated those before.
+
 With `--rehearsed N`, each setting forgets what it has learnt and generates an answer N times before
 the run that counts. This shows the speed-up if it is known in advance how well the draft does in
 this answer.
@@ -40,6 +44,7 @@ import copy
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +54,7 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.answers import format_prompt, read_setting
+from specgen.drafters.shared_phrases import SharedPhrases, phrases_file
 from specgen.llama.cuda_graphs import GraphCostTable
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.method.answer_loop import AnswerLoop
@@ -233,7 +239,18 @@ class Entrant:
         costs: Sequence[CostTable],
         costs_name: str,
         max_tokens: int,
+        cache: Path | None = None,
     ) -> None:
+        """Load the setting.
+
+        Args:
+            target: The target's file.
+            setting: The draft with its options.
+            costs: The cost tables of the target and of the draft.
+            costs_name: The name of these tables.
+            max_tokens: The limit of the answers.
+            cache: The folder with the phrases of other answers; None for none.
+        """
         self.setting = setting
         self.costs_name = costs_name
         self._costs = costs
@@ -242,7 +259,14 @@ class Entrant:
         self.draft = draft
         self.is_fixed = drafting.policy == "fixed"
         generation = GenerationOptions(max_tokens=max_tokens)
-        options = SessionOptions(target, draft, drafting=drafting, generation=generation)
+        options = SessionOptions(
+            target,
+            draft,
+            drafting=drafting,
+            generation=generation,
+            cache=cache,
+            phrase_store=cache is not None,
+        )
         self._loaded = Session(options, self._clock, MeasurementStore())
         self._factory = DrafterFactory(self._loaded)
         #: The figures of each replay.
@@ -264,12 +288,16 @@ class Entrant:
     def close(self) -> None:
         self._loaded.close()
 
+    def start_cold(self) -> None:
+        """Forget what was learnt from earlier answers, and read the phrases in the cache folder."""
+        vars(self._loaded.measurements).update(copy.deepcopy(self._initial_measurements))
+        self._factory = DrafterFactory(self._loaded)
+
     def rehearse(
         self, answer: RecordedAnswer, real: Backend, draft: MemoBackend | None, n_times: int
     ) -> None:
         """Forget what was learnt, and replay an answer several times without counting it."""
-        initial = copy.deepcopy(self._initial_measurements)
-        vars(self._loaded.measurements).update(initial)
+        self.start_cold()
         for _ in range(n_times):
             self.replay(answer, real, draft)
             self.replays.pop()
@@ -336,6 +364,26 @@ class Entrant:
             **summary_of(self.replays),
             "answers": self.replays,
         }
+
+
+def write_phrases(
+    cache: Path, session: Session, answers: Sequence[RecordedAnswer], without: RecordedAnswer
+) -> None:
+    """Store the phrases that answers have in common, as separate processes would.
+
+    Args:
+        cache: The folder to store them in. Phrases that are already there are deleted.
+        session: A session with the target of the answers.
+        answers: The answers.
+        without: One of them, which is left out.
+    """
+    file = phrases_file(cache, session.target.vocabulary.digest())
+    file.unlink(missing_ok=True)
+    phrases = SharedPhrases(file)
+    for answer in answers:
+        if answer is not without:
+            phrases.add(format_prompt(session, answer.prompt.text).tokens, answer.tokens)
+    phrases.save()
 
 
 def summary_of(replays: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -405,6 +453,11 @@ def main() -> None:
         "--rehearsed", type=int, default=0, metavar="N", help="generate each answer N times before"
     )
     parser.add_argument(
+        "--cold",
+        choices=("alone", "phrases"),
+        help="learn nothing from other answers, or only their phrases",
+    )
+    parser.add_argument(
         "settings", nargs="+", help="DRAFT[:option=value,...], with at most one draft file"
     )
     arguments = parser.parse_args()
@@ -422,10 +475,15 @@ def main() -> None:
         tables |= read_costs(path, models)
     tables |= {f"row cost {row:g}": invented_costs(row) for row in arguments.row}
     with contextlib.ExitStack() as stack:
+        cache: Path | None = None
+        if arguments.cold == "phrases":
+            cache = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         entrants = []
         for name, costs in tables.items():
             for setting in arguments.settings:
-                entrant = Entrant(arguments.target, setting, costs, name, arguments.max_tokens)
+                entrant = Entrant(
+                    arguments.target, setting, costs, name, arguments.max_tokens, cache
+                )
                 stack.callback(entrant.close)
                 entrants.append(entrant)
         options = SessionOptions(
@@ -438,8 +496,12 @@ def main() -> None:
             n_ctx = loaded.context_size(len(format_prompt(loaded, answer.prompt.text).tokens))
             with loaded.contexts(n_ctx) as (real, draft_contexts):
                 memo = MemoBackend(draft_contexts[0]) if draft_contexts else None
+                if cache is not None:
+                    write_phrases(cache, loaded, answers, without=answer)
                 for entrant in entrants:
                     drafting = memo if entrant.draft in drafts else None
+                    if arguments.cold is not None:
+                        entrant.start_cold()
                     if arguments.rehearsed:
                         entrant.rehearse(answer, real, drafting, arguments.rehearsed)
                     entrant.replay(answer, real, drafting)
