@@ -181,7 +181,7 @@ class CacheSlot:
         own = self.branches(backend).first
         n_kept = common_prefix_length(backend.text(own), tokens)
         if n_kept < backend.length(own):
-            n_kept = backend.way_back(own, n_kept)
+            n_kept = backend.n_restorable(own, n_kept)
         if backend.length(own) > n_kept:
             backend.remove(own, n_kept)
         return n_kept

@@ -467,9 +467,9 @@ class LlamaBackend:
         """See `Backend.anchor`."""
         self._sequences.anchor(sequence)
 
-    def way_back(self, sequence: int, n: int) -> int:
-        """See `Backend.way_back`."""
-        return self._sequences.way_back(sequence, n)
+    def n_restorable(self, sequence: int, n: int) -> int:
+        """See `Backend.n_restorable`."""
+        return self._sequences.n_restorable(sequence, n)
 
     def copy(
         self,

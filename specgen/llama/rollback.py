@@ -116,7 +116,7 @@ class CellSequences:
     def anchor(self, sequence: int) -> None:
         """Do nothing, as for a checkpoint."""
 
-    def way_back(self, _sequence: int, n: int) -> int:
+    def n_restorable(self, _sequence: int, n: int) -> int:
         """Return `n`: any number of tokens can be kept."""
         return n
 
@@ -257,7 +257,7 @@ class _RecurrentText:
         """Return the last anchor within the first `n` tokens; None if there is none."""
         return next((each for each in reversed(self.anchors) if each.position <= n), None)
 
-    def way_back(self, n: int) -> int:
+    def n_restorable(self, n: int) -> int:
         """Return the position of `last_anchor`; 0 if there is none."""
         anchor = self.last_anchor(n)
         return 0 if anchor is None else anchor.position
@@ -339,14 +339,14 @@ class RecurrentSequences:
         """Save the state of a sequence, unless the cache still has to follow a rollback."""
         text = self._texts[sequence]
         n = len(text.tokens)
-        is_anchored = text.way_back(n) == n
+        is_anchored = text.n_restorable(n) == n
         if text.n_valid == text.n_cached == n and not is_anchored:
             text.anchors.append(_Anchor(n, self._cache.saved(sequence, RECURRENT_PART)))
             text.drop_dense_anchors()
 
-    def way_back(self, sequence: int, n: int) -> int:
+    def n_restorable(self, sequence: int, n: int) -> int:
         """Return the position of the last anchor in the first `n` tokens; 0 if there is none."""
-        return self._texts[sequence].way_back(n)
+        return self._texts[sequence].n_restorable(n)
 
     def copy(
         self,

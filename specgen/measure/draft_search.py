@@ -293,7 +293,7 @@ def advice(search: Search) -> tuple[str, ...]:
         return (measured,)
 
     n_rows = min(_EXAMPLE_ROWS, max(baseline.batch_s))
-    cost_in_tokens = baseline.costs.rows_s(n_rows) / baseline.token_s
+    cost_in_tokens = baseline.costs.seconds(n_rows) / baseline.token_s
     batch_cost = f"a batch of {n_rows} costs {cost_in_tokens:.1f} tokens"
     if not figures.is_gain:
         meaning = f"{batch_cost}, and no draft that was tried is clearly faster"

@@ -396,7 +396,7 @@ def replay(
 
         # Charge the target's batch, which was not decoded, and let the policy and drafts learn.
         result.n_rows = 1 + len(result.draft)
-        result.target_s = baseline.costs.rows_s(result.n_rows)
+        result.target_s = baseline.costs.seconds(result.n_rows)
         generation.policy.observe(result)
         if cascade is not None:
             cascade.observe(result)

@@ -165,7 +165,7 @@ class Backend(Protocol):
         Only a few are kept for each sequence: the latest, and others at some distance.
         """
 
-    def way_back(self, sequence: int, n: int) -> int:
+    def n_restorable(self, sequence: int, n: int) -> int:
         """Return how many of a sequence's first `n` tokens can be kept without decoding any again.
 
         `remove` can go back to that length at once, and to any other length only by decoding.

@@ -248,7 +248,7 @@ def _cost_table(search: Search, best: Tried | None) -> Table:
     for n_tokens in (1, 2, 4, 8):
         if n_tokens <= max(baseline.batch_s):
             label = f"{counted(n_tokens, 'token')} of {name_of(search.target)}"
-            add(label, baseline.costs.rows_s(n_tokens))
+            add(label, baseline.costs.seconds(n_tokens))
     if best is not None and best.figures.draft_token_s is not None:
         add(f"1 token of {name_of(best.draft)}", best.figures.draft_token_s)
     return table

@@ -238,7 +238,7 @@ class PairCosts:
     #: Seconds per drafted token.
     draft_token_s: float = 0.0
 
-    def rows_s(self, n_rows: int) -> float:
+    def seconds(self, n_rows: int) -> float:
         """Return the target's seconds for a batch of `n_rows` rows.
 
         A batch never counts as cheaper than one row, even if one row was timed at a busier moment.
@@ -259,13 +259,13 @@ def expected_speedup(costs: PairCosts, acceptance: float = ASSUMED_ACCEPTANCE) -
     more than one row.
 
     Args:
-        costs: v (`rows_s`) and c (`draft_token_s`). n + 1 goes up to the largest timed batch.
+        costs: v (`seconds`) and c (`draft_token_s`). n + 1 goes up to the largest timed batch.
         acceptance: a, the acceptance rate.
     """
 
     def speedup(n_drafted: int) -> float:
         n_tokens = sum(acceptance**n_before for n_before in range(n_drafted + 1))
-        seconds = costs.rows_s(n_drafted + 1) + n_drafted * costs.draft_token_s
+        seconds = costs.seconds(n_drafted + 1) + n_drafted * costs.draft_token_s
         return costs.batch_s[1] * n_tokens / seconds
 
     n_rows_max = max(costs.batch_s)

@@ -355,7 +355,7 @@ class PrefixStore:
         for tokens in prefixes:
             n_dropped = 0
             if n_held > len(tokens):
-                n_dropped = n_held - backend.way_back(sequence, len(tokens))
+                n_dropped = n_held - backend.n_restorable(sequence, len(tokens))
             if n_dropped <= _MAX_DROPPED and self._file(tokens) not in self._tried:
                 due[len(tokens)] = tokens
         if not due:

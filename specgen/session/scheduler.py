@@ -201,7 +201,7 @@ class Scheduler:
         if self._target.rollback != "cells" and not continues_text:
             # Without cells to share, only a prefix in its own slot can be reused, up to a saved
             # state. That is a reason to take the slot, unless more of its text is lost than reused.
-            n_reused = self._target.way_back(first, n_shared)
+            n_reused = self._target.n_restorable(first, n_shared)
             n_lost = len(text) - 2 * n_reused
             continues_conversation = continues_conversation and n_reused > 0
         return _SlotUse(

@@ -297,7 +297,7 @@ class FakeBackend:
     def anchor(self, sequence: int) -> None:
         pass
 
-    def way_back(self, sequence: int, n: int) -> int:
+    def n_restorable(self, sequence: int, n: int) -> int:
         return 0
 
     def checkpoint(self, sequence: int) -> None:
