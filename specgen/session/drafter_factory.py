@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +66,7 @@ class _FailedDrafter(Drafter):
         raise self._error
 
 
-@dataclass(frozen=True)
+@dataclass
 class DrafterFactory:
     """Makes the state of each answer, with its drafter and its policy."""
 
@@ -77,6 +76,16 @@ class DrafterFactory:
     #: depends on earlier ones nor influences later ones. It then searches phrases of earlier
     #: answers only if the options ask to store them.
     learn_alone: bool = False
+    #: The phrases of earlier answers; None if answers are independent of each other.
+    _phrases: SharedPhrases | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        options = self.session.options
+        if options.phrase_store and options.cache is not None:
+            fingerprint = self.session.target.vocabulary.digest()
+            self._phrases = SharedPhrases(phrases_file(options.cache, fingerprint))
+        else:
+            self._phrases = None if self.learn_alone else SharedPhrases()
 
     def new_answer(
         self,
@@ -148,16 +157,6 @@ class DrafterFactory:
             hidden_states=cascade.hidden_states if cascade is not None else None,
             ends=ends,
         )
-
-    @cached_property
-    def _phrases(self) -> SharedPhrases | None:
-        """The phrases of earlier answers; None if answers are independent of each other."""
-        options = self.session.options
-        if options.phrase_store and options.cache is not None:
-            return SharedPhrases(
-                phrases_file(options.cache, self.session.target.vocabulary.digest())
-            )
-        return None if self.learn_alone else SharedPhrases()
 
     def keep_answer(self, answer: AnswerState) -> None:
         """Let the drafts for later answers repeat phrases of a finished one, end token included."""
