@@ -1,8 +1,8 @@
 """Phrases that answers to different prompts have in common, for n-grams to search.
 
 A model repeats its own phrases even when it answers different questions ("To determine how many",
-"Here is an example of"). Neither whole answers are kept, nor what answers quote from their prompts:
-prompt lookup finds that anyway.
+"Here is an example of"). What only one answer contains is not kept, nor what answers quote from
+their prompts: prompt lookup finds that anyway.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Phrases:
     def learn(self, prompt: Sequence[int], answer: Sequence[int]) -> list[IntArray]:
         """Find the phrases that an answer shares with earlier ones.
 
-        Another answer to one of the recent prompts is ignored: all of it could be shared.
+        Another answer to one of the recent prompts is ignored, since all of it might be shared.
 
         Args:
             prompt: The tokens before the answer.
@@ -105,30 +105,37 @@ class _Phrases:
             The new phrases, int32[n] each.
         """
         prompt_tokens = np.array(prompt, np.int32)
-        key = self.factors.tobytes()
-        digest = hashlib.blake2b(prompt_tokens.tobytes(), key=key, digest_size=4).digest()
-        prompt_hash = np.frombuffer(digest, np.int32)
+        prompt_hash = self._hash_of_whole(prompt_tokens)
         if prompt_hash in self.prompts:
             return []
         self.prompts = np.append(self.prompts, prompt_hash)[-_MAX_PROMPTS:]
+        # Tell for each n-gram of the answer where else it occurs.
         tokens = np.array(answer, np.int32)
         hashes = self._hashes(tokens)
         is_quoted = _are_in(hashes, self._hashes(prompt_tokens))
         is_shared = _are_in(hashes, self.seen) & ~is_quoted
         is_known = _are_in(hashes, self._hashes(self.tokens))
-        phrases: list[IntArray] = []
-        # Neighbouring n-grams that are shared make up one phrase.
-        ends = np.flatnonzero(np.diff(is_shared, prepend=False, append=False)).reshape(-1, 2)
-        for start, end in ends.tolist():
-            if not is_known[start:end].all():
-                phrases.append(tokens[start : end + SHORTEST - 1])
-        is_first_time = ~is_quoted & ~is_shared
-        self.seen = np.append(self.seen, hashes[is_first_time])[-MAX_SEEN:]
+        # Neighbouring n-grams that are shared make up one phrase. It is new if any of them is.
+        edges = np.flatnonzero(np.diff(is_shared, prepend=False, append=False))
+        phrases = [
+            tokens[start : end + SHORTEST - 1]
+            for start, end in edges.reshape(-1, 2).tolist()
+            if not is_known[start:end].all()
+        ]
         self.tokens = np.append(self.tokens, join_texts(phrases))
         if len(self.tokens) > MAX_TOKENS:
             newest = newest_texts(split_texts(self.tokens), MAX_TOKENS // 2)
             self.tokens = join_texts(newest)
+        # Remember the other n-grams, in case a later answer shares them.
+        is_first_time = ~is_quoted & ~is_shared
+        self.seen = np.append(self.seen, hashes[is_first_time])[-MAX_SEEN:]
         return phrases
+
+    def _hash_of_whole(self, tokens: IntArray) -> IntArray:
+        """Return a hash of a text: int32[1]."""
+        key = self.factors.tobytes()
+        digest = hashlib.blake2b(tokens.tobytes(), key=key, digest_size=4).digest()
+        return np.frombuffer(digest, np.int32)
 
     def _hashes(self, tokens: IntArray) -> IntArray:
         """Return the hashes of a text's n-grams: int32[n - SHORTEST + 1], or none."""
