@@ -28,7 +28,7 @@ it. "hindsight" picks, for each answer or for each category, the best of the set
 draft length. Prints to stdout one JSON list with the figures of each answer.
 
 With `--cold alone`, nothing is learnt from answer to answer. With `--cold phrases`, neither, but
-n-grams search the phrases that all other answers have in common, as if separate processes had
+n-grams search the phrases that all other answers have in common, as if another process had
 generated those before.
 
 With `--rehearsed N`, each setting forgets what it has learnt and generates an answer N times before
@@ -369,7 +369,7 @@ class Entrant:
 def write_phrases(
     cache: Path, session: Session, answers: Sequence[RecordedAnswer], without: RecordedAnswer
 ) -> None:
-    """Store the phrases that answers have in common, as separate processes would.
+    """Store the phrases that answers have in common, as a process with all of them would.
 
     Args:
         cache: The folder to store them in. Phrases that are already there are deleted.

@@ -8,10 +8,8 @@ their prompts: prompt lookup finds that anyway.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -35,86 +33,54 @@ SHORTEST = 3
 #: When the phrases have more tokens than this, the older half is forgotten.
 MAX_TOKENS = 16_384
 #: The number of n-grams of recent answers that new answers are compared with.
-MAX_SEEN = 65_536
+_MAX_SEEN = 65_536
 #: The number of recent prompts that are remembered.
 _MAX_PROMPTS = 4096
-#: The phrases are saved when the engine is closed, and after this many answers.
-_SAVE_AFTER = 16
+#: New phrases are saved when the engine is closed, and when there are this many.
+_SAVE_AFTER = 64
 #: The longest wait for another process that saves phrases, in seconds.
 _WAIT_S = 0.5
-#: The names of the arrays in the file, which are the fields of `_Phrases`.
-_ARRAYS = ("factors", "tokens", "seen", "prompts")
 
 
-def _nothing() -> IntArray:
-    return np.empty(0, np.int32)
+class _PhraseFinder:
+    """Finds what an answer has in common with earlier answers of this process.
 
-
-def _random_factors() -> IntArray:
-    """Return random odd numbers: int32[SHORTEST]."""
-    return np.frombuffer(secrets.token_bytes(4 * SHORTEST), np.int32) | np.int32(1)
-
-
-@dataclass(slots=True)
-class _Phrases:
-    """The phrases, and hashes of the answers in which others will be found.
-
-    Answers are compared by their n-grams of `SHORTEST` tokens. The hash of an n-gram is the sum of
-    its tokens, each times one of the `factors`. Hashes may be equal by chance, which does no harm:
-    a phrase is then kept that occurred only once.
+    Answers are compared by hashes of their n-grams of `SHORTEST` tokens: the sum of the tokens,
+    each times a random factor. Hashes may be equal by chance, which does no harm: a phrase is then
+    found that occurred only once. They are never stored, since texts could be guessed from them.
     """
 
-    #: int32[SHORTEST]: the factors of the hashes.
-    factors: IntArray = field(default_factory=_random_factors)
-    #: int32[n]: the phrases as `join_texts` joins them, the latest last.
-    tokens: IntArray = field(default_factory=_nothing)
-    #: int32[n]: the hashes of the n-grams in recent answers, the latest last.
-    seen: IntArray = field(default_factory=_nothing)
-    #: int32[n]: the hashes of recent prompts, the latest last.
-    prompts: IntArray = field(default_factory=_nothing)
+    def __init__(self) -> None:
+        #: int32[SHORTEST]: the factors of the hashes, which are odd.
+        self._factors = np.frombuffer(secrets.token_bytes(4 * SHORTEST), np.int32) | np.int32(1)
+        #: int32[n]: the hashes of the n-grams in recent answers, the latest last.
+        self._seen = np.empty(0, np.int32)
+        #: The hashes of recent prompts, the latest last.
+        self._prompts: dict[int, None] = {}
 
-    @classmethod
-    def load(cls, path: Path) -> _Phrases:
-        """Read a file; without a valid one, start without phrases."""
-        arrays = load_arrays(path, *_ARRAYS)
-        if arrays is None:
-            return cls()
-        if any(array.dtype != np.int32 or array.ndim != 1 for array in arrays):
-            return cls()
-        phrases = cls(*arrays)
-        return phrases if len(phrases.factors) == SHORTEST else cls()
-
-    def save(self, path: Path) -> None:
-        """Write a file, which is replaced.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
-        save_arrays(path, **{name: getattr(self, name) for name in _ARRAYS})
-
-    def learn(self, prompt: Sequence[int], answer: Sequence[int]) -> list[IntArray]:
-        """Find the phrases that an answer shares with earlier ones.
+    def find(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        known: IntArray,
+    ) -> list[IntArray]:
+        """Return the phrases that an answer shares with earlier ones, int32[n] each.
 
         Another answer to one of the recent prompts is ignored, since all of it might be shared.
 
         Args:
             prompt: The tokens before the answer.
             answer: The tokens of the answer.
-
-        Returns:
-            The new phrases, int32[n] each.
+            known: int32[n]: earlier phrases. A phrase that is part of one is left out.
         """
-        prompt_tokens = np.array(prompt, np.int32)
-        prompt_hash = self._hash_of_whole(prompt_tokens)
-        if prompt_hash in self.prompts:
+        if self._is_repeated(prompt):
             return []
-        self.prompts = np.append(self.prompts, prompt_hash)[-_MAX_PROMPTS:]
         # Tell for each n-gram of the answer where else it occurs.
         tokens = np.array(answer, np.int32)
         hashes = self._hashes(tokens)
-        is_quoted = _are_in(hashes, self._hashes(prompt_tokens))
-        is_shared = _are_in(hashes, self.seen) & ~is_quoted
-        is_known = _are_in(hashes, self._hashes(self.tokens))
+        is_quoted = _are_in(hashes, self._hashes(np.array(prompt, np.int32)))
+        is_shared = _are_in(hashes, self._seen) & ~is_quoted
+        is_known = _are_in(hashes, self._hashes(known))
         # Neighbouring n-grams that are shared make up one phrase. It is new if any of them is.
         edges = np.flatnonzero(np.diff(is_shared, prepend=False, append=False))
         phrases = [
@@ -122,26 +88,26 @@ class _Phrases:
             for start, end in edges.reshape(-1, 2).tolist()
             if not is_known[start:end].all()
         ]
-        self.tokens = np.append(self.tokens, join_texts(phrases))
-        if len(self.tokens) > MAX_TOKENS:
-            newest = newest_texts(split_texts(self.tokens), MAX_TOKENS // 2)
-            self.tokens = join_texts(newest)
         # Remember the other n-grams, in case a later answer shares them.
         is_first_time = ~is_quoted & ~is_shared
-        self.seen = np.append(self.seen, hashes[is_first_time])[-MAX_SEEN:]
+        self._seen = np.append(self._seen, hashes[is_first_time])[-_MAX_SEEN:]
         return phrases
 
-    def _hash_of_whole(self, tokens: IntArray) -> IntArray:
-        """Return a hash of a text: int32[1]."""
-        key = self.factors.tobytes()
-        digest = hashlib.blake2b(tokens.tobytes(), key=key, digest_size=4).digest()
-        return np.frombuffer(digest, np.int32)
+    def _is_repeated(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt is one of the recent ones, which it joins otherwise."""
+        prompt_hash = hash(tuple(prompt))
+        if prompt_hash in self._prompts:
+            return True
+        self._prompts[prompt_hash] = None
+        if len(self._prompts) > _MAX_PROMPTS:
+            del self._prompts[next(iter(self._prompts))]
+        return False
 
     def _hashes(self, tokens: IntArray) -> IntArray:
         """Return the hashes of a text's n-grams: int32[n - SHORTEST + 1], or none."""
         n_hashes = max(0, len(tokens) - SHORTEST + 1)
         hashes = np.zeros(n_hashes, np.int32)
-        for offset, factor in enumerate(self.factors):
+        for offset, factor in enumerate(self._factors):
             hashes += tokens[offset : offset + n_hashes] * factor  # modulo 2^32
         return hashes
 
@@ -172,8 +138,24 @@ def phrases_file(cache: Path, fingerprint: str) -> Path:
 
 
 def phrases_in(file: Path) -> list[IntArray]:
-    """Return the phrases in a file, int32[n] each; none if it cannot be read."""
-    return split_texts(_Phrases.load(file).tokens)
+    """Return the phrases in a file, int32[n] each, the latest last; none if it cannot be read."""
+    return split_texts(_tokens_in(file))
+
+
+def _tokens_in(file: Path) -> IntArray:
+    """Return the phrases in a file as `join_texts` joins them: int32[n]."""
+    arrays = load_arrays(file, "tokens")
+    if arrays is None or arrays[0].dtype != np.int32 or arrays[0].ndim != 1:
+        return join_texts([])
+    return arrays[0]
+
+
+def _with_new(tokens: IntArray, phrases: Sequence[IntArray]) -> IntArray:
+    """Return joined phrases with new ones as the last; without the older half if they are many."""
+    tokens = np.append(tokens, join_texts(phrases))
+    if len(tokens) <= MAX_TOKENS:
+        return tokens
+    return join_texts(newest_texts(split_texts(tokens), MAX_TOKENS // 2))
 
 
 class SharedPhrases:
@@ -189,32 +171,36 @@ class SharedPhrases:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
-        self._phrases = _Phrases() if file is None else _Phrases.load(file)
-        #: The prompts and answers that are not in the file yet.
-        self._unsaved: list[tuple[Sequence[int], Sequence[int]]] = []
+        self._finder = _PhraseFinder()
+        #: int32[n]: the phrases as `join_texts` joins them, the latest last.
+        self._tokens = join_texts([]) if file is None else _tokens_in(file)
+        #: The phrases that are not in the file yet.
+        self._unsaved: list[IntArray] = []
         #: Finds endings in the phrases.
         self.index = self._make_index()
 
     def _make_index(self) -> GrowingCorpus:
         index = GrowingCorpus()
-        for phrase in split_texts(self._phrases.tokens):
+        for phrase in split_texts(self._tokens):
             index.add_text(phrase.tolist())
         return index
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Look for phrases in a finished answer."""
-        for phrase in self._phrases.learn(prompt, answer):
+        phrases = self._finder.find(prompt, answer, self._tokens)
+        self._tokens = _with_new(self._tokens, phrases)
+        for phrase in phrases:
             self.index.add_text(phrase.tolist())
         if len(self.index) > MAX_TOKENS:
             # The older half was forgotten. Drafters that use the old index keep it.
             self.index = self._make_index()
         if self._file is not None:
-            self._unsaved.append((prompt, answer))
+            self._unsaved += phrases
             if len(self._unsaved) >= _SAVE_AFTER:
                 self.save()
 
     def save(self) -> None:
-        """Add what was learnt since the last time to the file, if it can be written."""
+        """Add the phrases that were found since the last time to the file, if possible."""
         file = self._file
         if file is None or not self._unsaved:
             return
@@ -222,8 +208,5 @@ class SharedPhrases:
         lock = locked(file.with_name("lock"), lock_error, _WAIT_S)
         with contextlib.suppress(OSError, OutputError), lock:
             # Other processes may have written to the file in the meantime.
-            self._phrases = _Phrases.load(file)
-            for prompt, answer in self._unsaved:
-                self._phrases.learn(prompt, answer)
-            self._phrases.save(file)
+            save_arrays(file, tokens=_with_new(_tokens_in(file), self._unsaved))
         self._unsaved.clear()

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 
 from specgen.llama import LlamaBackend, build
 from specgen.session import opening_notes, session
-from specgen.system.folders import cache_folder, measurements_file, phrases_folder
-from tests.helpers.cli import Cli, Result, complaint, events_of, in_process
+from specgen.system.folders import cache_folder, measurements_file
+from tests.helpers.cli import Cli, Result, complaint, events_of, in_process, models_of
 from tests.tiny import TinyConfig, write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -155,28 +154,32 @@ def test_kept_answers_draft_later_ones(cli: Cli, plain: str) -> None:
 
 
 def test_phrases_of_earlier_answers_are_drafted(
-    cli: Cli, capsys: pytest.CaptureFixture[str]
+    cli: Cli, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    arguments = ("--json", *REPETITIVE)
-    prompts = (PROMPT, "the cat", "abc", "sum")
-    plain = {prompt: cli.run(prompt, *REPETITIVE, draft="none").out for prompt in prompts}
-    shutil.rmtree(phrases_folder(cache_folder()))  # plain answers have phrases, too
+    specgen = in_process(capsys)
+    plain = cli.run(PROMPT, *REPETITIVE, draft="none").out
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("the cat\nabc\nsum\n")
 
-    def are_phrases_drafted(prompt: str, *more: str) -> bool:
-        result = cli.run(prompt, *arguments, *more, draft="ngram")
-        return "lookup" in origins_of(result, plain[prompt])
+    def are_phrases_drafted(*more: str) -> bool:
+        result = cli.run(PROMPT, "--json", *REPETITIVE, *more, draft="ngram")
+        return "lookup" in origins_of(result, plain)
 
-    *first, last = prompts
-    for prompt in prompts:
-        assert not are_phrases_drafted(prompt, "--no-phrase-store")
+    def answer_others(*more: str) -> None:
+        models = models_of(cli.models, draft="ngram")
+        result = specgen("batch", *models, "-n", "30", *REPETITIVE, *more, lines, tmp_path / "out")
+        assert result.code == 0, result.err
+        (tmp_path / "out").unlink()
+
+    answer_others("--no-phrase-store")
+    assert not are_phrases_drafted()
     assert not stored("phrases")
-    for prompt in first:
-        are_phrases_drafted(prompt)
-    assert are_phrases_drafted(last)
-    assert not are_phrases_drafted(last, "--no-phrase-store")
-    gone = in_process(capsys)("draft", "forget", "-m", cli.model("target"))
+    answer_others()
+    assert are_phrases_drafted()
+    assert not are_phrases_drafted("--no-phrase-store")
+    gone = specgen("draft", "forget", "-m", cli.model("target"))
     assert re.search(r"phrases: [1-9]", gone.out)
-    assert not are_phrases_drafted(last)
+    assert not are_phrases_drafted()
 
 
 # --- a draft for the draft
