@@ -49,7 +49,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -79,6 +79,8 @@ _MAX_DRAFT_ROWS = 16
 _CERTAIN = 40.0
 
 
+#: The tokens of a prompt, and those of its answer.
+Text: TypeAlias = tuple[Sequence[int], Sequence[int]]
 #: The extra seconds of the first two decodes of a batch size, by table. Empty for devices that do
 #: not capture graphs.
 CHANGES: dict[CostTable, tuple[float, ...]] = {}
@@ -366,23 +368,28 @@ class Entrant:
         }
 
 
-def write_phrases(
-    cache: Path, session: Session, answers: Sequence[RecordedAnswer], without: RecordedAnswer
-) -> None:
+def texts_of(session: Session, answers: Sequence[RecordedAnswer]) -> dict[int, Text]:
+    """Return the tokens of prompts and answers, by the numbers of the prompts."""
+    texts: dict[int, Text] = {}
+    for answer in answers:
+        prompt = format_prompt(session, answer.prompt.text)
+        texts[answer.prompt.number] = (prompt.tokens, answer.tokens)
+    return texts
+
+
+def write_phrases(file: Path, answers: Mapping[int, Text], without: int) -> None:
     """Store the phrases that answers have in common, as a process with all of them would.
 
     Args:
-        cache: The folder to store them in. Phrases that are already there are deleted.
-        session: A session with the target of the answers.
-        answers: The answers.
-        without: One of them, which is left out.
+        file: The file, which is replaced.
+        answers: The tokens of prompts and answers, as `texts_of` returns them.
+        without: The number of an answer that is left out.
     """
-    file = phrases_file(cache, session.target.vocabulary.digest())
     file.unlink(missing_ok=True)
     phrases = SharedPhrases(file)
-    for answer in answers:
-        if answer is not without:
-            phrases.add(format_prompt(session, answer.prompt.text).tokens, answer.tokens)
+    for number, (prompt, answer) in answers.items():
+        if number != without:
+            phrases.add(prompt, answer)
     phrases.save()
 
 
@@ -492,12 +499,15 @@ def main() -> None:
             generation=GenerationOptions(max_tokens=arguments.max_tokens),
         )
         loaded = stack.enter_context(Session(options, Clock()))
+        texts = texts_of(loaded, answers)
         for number, answer in enumerate(answers, 1):
-            n_ctx = loaded.context_size(len(format_prompt(loaded, answer.prompt.text).tokens))
+            prompt_tokens, _ = texts[answer.prompt.number]
+            n_ctx = loaded.context_size(len(prompt_tokens))
             with loaded.contexts(n_ctx) as (real, draft_contexts):
                 memo = MemoBackend(draft_contexts[0]) if draft_contexts else None
                 if cache is not None:
-                    write_phrases(cache, loaded, answers, without=answer)
+                    file = phrases_file(cache, loaded.target.vocabulary.digest())
+                    write_phrases(file, texts, without=answer.prompt.number)
                 for entrant in entrants:
                     drafting = memo if entrant.draft in drafts else None
                     if arguments.cold is not None:

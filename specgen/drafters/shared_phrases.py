@@ -73,7 +73,7 @@ class _PhraseFinder:
             answer: The tokens of the answer.
             known: int32[n]: earlier phrases. A phrase that is part of one is left out.
         """
-        if self._is_repeated(prompt):
+        if not self._remember(prompt):
             return []
         # Tell for each n-gram of the answer where else it occurs.
         tokens = np.array(answer, np.int32)
@@ -93,15 +93,15 @@ class _PhraseFinder:
         self._seen = np.append(self._seen, hashes[is_first_time])[-_MAX_SEEN:]
         return phrases
 
-    def _is_repeated(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt is one of the recent ones, which it joins otherwise."""
+    def _remember(self, prompt: Sequence[int]) -> bool:
+        """Remember a prompt, and return whether it is new."""
         prompt_hash = hash(tuple(prompt))
         if prompt_hash in self._prompts:
-            return True
+            return False
         self._prompts[prompt_hash] = None
         if len(self._prompts) > _MAX_PROMPTS:
             del self._prompts[next(iter(self._prompts))]
-        return False
+        return True
 
     def _hashes(self, tokens: IntArray) -> IntArray:
         """Return the hashes of a text's n-grams: int32[n - SHORTEST + 1], or none."""

@@ -1,4 +1,4 @@
-"""A disk on which nothing can be written."""
+"""A disk that becomes full."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 
 @contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """Let no file grow, as on a full disk."""
-    resource = pytest.importorskip("resource")
+def full_disk(n_bytes: int = 0) -> Iterator[None]:
+    """Let no file grow beyond `n_bytes`, as on a full disk."""
+    resource = pytest.importorskip("resource", reason="needs POSIX limits")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
         yield
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 import signal
 import threading
@@ -29,6 +28,7 @@ from specgen.options import ContextOptions
 from specgen.system.arrays import Logits
 from tests.helpers import rows
 from tests.helpers.cli import Cli
+from tests.helpers.disk import full_disk
 from tests.helpers.mtp import write_mtp_model
 from tests.helpers.packed_folder import Disk, cut, files, folder
 from tests.tiny import TinyConfig, write_tiny_model
@@ -331,12 +331,8 @@ def test_a_full_disk_leaves_nothing(
     folder: Path, model_file: Path, half: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write fails although there seemed to be enough space."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (half, limits[1]))
-    try:
+    with full_disk(half):
         unpacked(model_file, half)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert files(folder) == []
 
 

@@ -12,19 +12,16 @@ import pytest
 from specgen.errors import OutputError
 from specgen.render.streams import REPLAY, write_page
 from specgen.system.files import write_output
+from tests.helpers.disk import full_disk
 
-resource = pytest.importorskip("resource", reason="needs POSIX limits and rights")
+pytest.importorskip("resource", reason="needs POSIX limits and rights")
 
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """Let no file grow beyond 1000 bytes, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
+    """Let no file grow beyond 1000 bytes."""
+    with full_disk(1000):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
