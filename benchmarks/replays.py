@@ -56,6 +56,7 @@ import numpy as np
 from benchmarks.answers import format_prompt, read_setting
 from specgen.drafters.shared_phrases import SharedPhrases, phrases_file
 from specgen.llama.cuda_graphs import GraphCostTable
+from specgen.measure.benchmark import PLAIN
 from specgen.measure.prompts import BenchPrompt, first_of_each, read_bench_prompts
 from specgen.method.answer_loop import AnswerLoop
 from specgen.method.backend import Backend, Batch
@@ -183,7 +184,7 @@ def read_answers(path: Path, prompts: Path, count: int | None) -> list[RecordedA
     answers: dict[int, RecordedAnswer] = {}
     for result in json.loads(path.read_text(encoding="utf-8"))["results"]:
         number = result["prompt"]
-        if not result["is_plain"] or result["temperature"] != 0.0 or number in answers:
+        if result["contender"] != PLAIN or result["temperature"] != 0.0 or number in answers:
             continue
         outcome = result["outcome"]
         is_complete = outcome["finish_reason"] == "stop"
