@@ -627,7 +627,8 @@ def forget(
 ) -> int:
     """Delete kept answers, what was learnt from them, and phrases that answers had in common."""
     from specgen.drafters.lookup_texts import EarlierTexts, texts_in
-    from specgen.drafters.shared_phrases import phrases_file, phrases_in
+    from specgen.drafters.shared_phrases import phrases_file
+    from specgen.drafters.stored_texts import read_texts
     from specgen.llama import LlamaModel
     from specgen.session.kept_answers import read_answers
 
@@ -647,7 +648,7 @@ def forget(
     n_answers = sum(len(read_answers(folder)) for folder in folders)
     n_weights = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
     n_texts = sum(len(texts_in(store)) for store in stores)
-    n_phrases = sum(len(phrases_in(file)) for file in phrase_files)
+    n_phrases = sum(len(read_texts(file)) for file in phrase_files)
     files = [path for folder in (*folders, *stores) for path in folder.glob("*")]
     n_bytes = sum(map(size_of, (*files, *phrase_files)))
     try:
