@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import io
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from specgen.errors import OutputError
+from specgen.system.arrays import FILE_DAMAGE
 from specgen.system.files import locked, replace_bytes
 
 #: int32[n]: token ids, or indices of tokens.
@@ -26,17 +25,6 @@ SEPARATOR = -1
 _NOTHING: IntArray = np.empty(0, np.int32)
 #: The longest wait for another process that stores texts, in seconds.
 _WAIT_S = 2.0
-#: The errors that reading a damaged archive of arrays raises.
-_DAMAGE: Final = (
-    OSError,
-    ValueError,
-    KeyError,
-    EOFError,
-    TypeError,
-    RuntimeError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 # --- joined texts
@@ -136,7 +124,7 @@ def load_arrays(path: Path, *names: str) -> list[IntArray] | None:
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = [file[name] for name in names]
-    except _DAMAGE:
+    except FILE_DAMAGE:
         return None
     if any(array.dtype != np.int32 or array.ndim != 1 for array in arrays):
         return None
