@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -84,8 +85,9 @@ def load_corpus(
     option = f"--lookup-file {', '.join(map(str, paths))}"
     n_bytes = sum(file.about.st_size for file in files)
     if n_bytes > MAX_CORPUS_BYTES:
+        n_mib = math.ceil(n_bytes / 2**20)
         raise UsageError(
-            f"{option}: {n_bytes >> 20} MB of text; at most {MAX_CORPUS_BYTES >> 20} MB",
+            f"{option}: {n_mib} MiB of text; at most {MAX_CORPUS_BYTES >> 20} MiB",
             hint="name fewer files or folders",
         )
     states = [(str(file.path), file.about.st_size, file.about.st_mtime_ns) for file in files]

@@ -136,8 +136,9 @@ def test_sources_that_cannot_be_looked_up_in_are_errors(tmp_path: Path) -> None:
     large = tmp_path / "large.txt"  # refused before it is read
     with large.open("wb") as file:
         file.truncate(MAX_CORPUS_BYTES + 1)
-    most = f"{MAX_CORPUS_BYTES >> 20} MB"
-    assert message(large) == f"--lookup-file {large}: {most} of text; at most {most}"
+    n_mib = MAX_CORPUS_BYTES >> 20
+    wanted = f"--lookup-file {large}: {n_mib + 1} MiB of text; at most {n_mib} MiB"
+    assert message(large) == wanted
 
 
 def test_the_array_is_kept_until_a_file_changes(tmp_path: Path) -> None:
