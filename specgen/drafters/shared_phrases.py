@@ -66,7 +66,7 @@ class _PhraseFinder:
         Args:
             prompt: The tokens before the answer.
             answer: The tokens of the answer.
-            known: int32[n]: earlier phrases. A phrase that is part of one is left out.
+            known: int32[n]: earlier phrases. A phrase without a new n-gram is left out.
         """
         if not self._remember(prompt):
             return []

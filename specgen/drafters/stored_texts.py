@@ -103,9 +103,10 @@ def store_texts(
     with contextlib.suppress(OSError, OutputError), lock:
         tokens = read_tokens(path)
         known = {text.tobytes() for text in split_texts(tokens)}
-        unknown = [text for text in new if text.tobytes() not in known]
+        # By their bytes, so that a text that is there twice is added once.
+        unknown = {text.tobytes(): text for text in new if text.tobytes() not in known}
         if unknown:
-            save_arrays(path, tokens=append_texts(tokens, unknown, max_tokens))
+            save_arrays(path, tokens=append_texts(tokens, [*unknown.values()], max_tokens))
 
 
 def save_arrays(path: Path, **arrays: IntArray) -> None:
