@@ -337,7 +337,7 @@ class Entrant:
         loop = AnswerLoop(cast(Backend, target), clock)
         list(loop.run(generation))
         assert tuple(generation.answer) == answer.tokens, "the recorded answer"
-        self._factory.keep_answer(generation)
+        self._factory.find_phrases(generation)
         finished = loop.finish(generation, CostTable())
         seconds = finished.wall_s - finished.prompt_s
         prefill_s = sum(timed.prefill_s for timed in timed_drafts)

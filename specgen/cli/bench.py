@@ -115,7 +115,7 @@ def bench(
         min=1,
         show_default="all",
     ),
-    n_rounds: int = _measured_option(1, "--repeat", "How often to go through all prompts.", min=1),
+    n_passes: int = _measured_option(1, "--repeat", "How often to go through all prompts.", min=1),
     trials: Trials = TRIALS.without("--count").with_default("--max-tokens", 128),
     json_file: Path | None = option(
         None,
@@ -172,7 +172,7 @@ def bench(
             entries,
             prompts,
             chat=chat,
-            n_rounds=n_rounds,
+            n_passes=n_passes,
             progress=progress,
             interrupted=stop,
         )

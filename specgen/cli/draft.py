@@ -35,7 +35,7 @@ from specgen.train.draft_builder import (
     JUDGED_TOKENS,
     OWN_PROMPTS,
     DraftBuilder,
-    Kind,
+    MadeKind,
     TimePlan,
     least_text,
     plan_time,
@@ -280,7 +280,7 @@ def make(
         "The small model that is fitted to the target.",
         show_default="the general draft, if it is on this disk",
     ),
-    kind: Kind | None = option(
+    kind: MadeKind | None = option(
         None,
         "--kind",
         "What to make: decoder heads, a small model fitted to the target, or the target without "
@@ -374,7 +374,7 @@ class _Making:
     #: How the target writes text, and its prompts.
     text: TextOptions
     #: The kinds of drafts to make.
-    kinds: list[Kind]
+    kinds: list[MadeKind]
     #: The model to fit to the target, if one is to be fitted.
     small_model: Path | None
     #: About how long everything may take.
@@ -466,7 +466,7 @@ def _delete_all_but(
 
 def _model_to_fit(
     draft: str | None,
-    kind: Kind | None,
+    kind: MadeKind | None,
     target: Path,
     output: Output,
 ) -> Path | None:
@@ -501,7 +501,7 @@ def _model_to_fit(
     return general_draft
 
 
-def _kinds_to_make(kind: Kind | None, small_model: Path | None) -> list[Kind]:
+def _kinds_to_make(kind: MadeKind | None, small_model: Path | None) -> list[MadeKind]:
     """Return the kind of --kind, or else heads and, if there is a model to fit, a distilled one."""
     if kind is not None:
         return [kind]
@@ -510,7 +510,7 @@ def _kinds_to_make(kind: Kind | None, small_model: Path | None) -> list[Kind]:
     return ["heads", "distilled"]
 
 
-def _check_amount_of_text(text: TextOptions, kinds: Sequence[Kind]) -> None:
+def _check_amount_of_text(text: TextOptions, kinds: Sequence[MadeKind]) -> None:
     """Raise `UsageError` if --tokens is too little text to make drafts of these kinds."""
     n_required = least_text(kinds)
     if text.n_tokens < n_required:
@@ -530,7 +530,7 @@ def _held_back_prompts(text: TextOptions, n_prompts: int) -> list[BenchPrompt]:
 def _too_short_error(
     plan: TimePlan,
     minutes: float,
-    kinds: Sequence[Kind],
+    kinds: Sequence[MadeKind],
 ) -> UsageError:
     """Return the error for --minutes that are less than a plan needs."""
     needed_min = plan.needed_s / 60.0
@@ -627,7 +627,8 @@ def forget(
 ) -> int:
     """Delete kept answers, what was learnt from them, and phrases that answers had in common."""
     from specgen.drafters.lookup_texts import EarlierTexts, texts_in
-    from specgen.drafters.shared_phrases import phrases_file, phrases_in
+    from specgen.drafters.shared_phrases import phrases_file
+    from specgen.drafters.stored_texts import read_texts
     from specgen.llama import LlamaModel
     from specgen.session.kept_answers import read_answers
 
@@ -647,7 +648,7 @@ def forget(
     n_answers = sum(len(read_answers(folder)) for folder in folders)
     n_weights = sum(len(list(folder.glob("*.gguf"))) for folder in folders)
     n_texts = sum(len(texts_in(store)) for store in stores)
-    n_phrases = sum(len(phrases_in(file)) for file in phrase_files)
+    n_phrases = sum(len(read_texts(file)) for file in phrase_files)
     files = [path for folder in (*folders, *stores) for path in folder.glob("*")]
     n_bytes = sum(map(size_of, (*files, *phrase_files)))
     try:

@@ -25,7 +25,7 @@ from specgen.options import (
 )
 
 if TYPE_CHECKING:
-    from specgen.session.open import Check, WantedSession
+    from specgen.session.open import SessionCheck, WantedSession
     from specgen.session.session import Session
 
 #: Lines of llama.cpp's log for users: about models, memory and contexts, and errors.
@@ -121,7 +121,7 @@ def opened(
     wanted: WantedSession,
     kernels: KernelOptions,
     output: Output,
-    check: Check | None = None,
+    check: SessionCheck | None = None,
 ) -> Iterator[Session]:
     """Open a session for a command, as `open_session` does, with its kernels, log and notes.
 

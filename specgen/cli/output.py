@@ -22,7 +22,7 @@ from specgen.errors import UsageError
 from specgen.option_fields import option
 from specgen.options import GenerationOptions, Show
 from specgen.system.machine import process_age_s
-from specgen.system.progress import INTERVAL_S, Kind, Progress, ProgressView
+from specgen.system.progress import INTERVAL_S, Progress, ProgressKind, ProgressView
 from specgen.system.quantities import human_bytes
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class Output:
         return self.newline
 
     @contextlib.contextmanager
-    def measuring(self, kind: Kind = "counts") -> Iterator[tuple[Progress, Interrupt]]:
+    def measuring(self, kind: ProgressKind = "counts") -> Iterator[tuple[Progress, Interrupt]]:
         """Yield a callback that shows the progress of a measurement, and the flag that ends it.
 
         The flag is set by a signal.

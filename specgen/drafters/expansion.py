@@ -357,7 +357,7 @@ class CostAwareTree(Tree):
         for rank, (token, probability) in enumerate(zip(tokens, probabilities, strict=True)):
             if rank == 0 or probability >= _MIN_PROBABILITY:
                 self._add(node, token, probability)
-                acceptance = self._stop.rates(self._stop.origin, rank).acceptance(probability)
+                acceptance = self._stop.rates_of(self._stop.origin, rank).acceptance(probability)
                 self._cumulative_acceptances.append(parent_acceptance * acceptance)
 
     def _nodes_to_expand(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -13,17 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.suffix_index import (
+from specgen.drafters.stored_texts import (
     IntArray,
-    SuffixArray,
-    join_texts,
-    load_arrays,
-    newest_texts,
-    save_arrays,
+    read_texts,
+    read_tokens,
     split_texts,
+    store_texts,
 )
-from specgen.errors import OutputError, UsageError
-from specgen.system.files import locked, path_of, read_text
+from specgen.drafters.suffix_index import SuffixArray
+from specgen.errors import UsageError
+from specgen.system.files import path_of, read_text
 from specgen.text.vocabulary import Vocabulary
 
 #: Larger files in a folder are ignored.
@@ -43,8 +43,6 @@ MAX_STORE_BYTES = 8 << 20
 MAX_UNSAVED = 16384
 #: ...or this share of the saved tokens, whichever is more, before all are sorted and saved.
 _UNSAVED_SHARE = 0.25
-#: The longest wait for another process that adds a text, in seconds.
-_WAIT_S = 2.0
 
 
 # --- files and folders
@@ -87,8 +85,9 @@ def load_corpus(
     option = f"--lookup-file {', '.join(map(str, paths))}"
     n_bytes = sum(file.about.st_size for file in files)
     if n_bytes > MAX_CORPUS_BYTES:
+        n_mib = math.ceil(n_bytes / 2**20)
         raise UsageError(
-            f"{option}: {n_bytes >> 20} MB of text; at most {MAX_CORPUS_BYTES >> 20} MB",
+            f"{option}: {n_mib} MiB of text; at most {MAX_CORPUS_BYTES >> 20} MiB",
             hint="name fewer files or folders",
         )
     states = [(str(file.path), file.about.st_size, file.about.st_mtime_ns) for file in files]
@@ -218,8 +217,11 @@ def _texts_of_value(value: object) -> Iterator[str]:
 
 def texts_in(store: Path) -> list[IntArray]:
     """Return the texts in the folder of an `EarlierTexts`, int32[n] each, the newest last."""
-    arrays = load_arrays(store / "tokens.npz", "tokens")
-    return split_texts(arrays[0]) if arrays is not None else []
+    return read_texts(_tokens_file(store))
+
+
+def _tokens_file(store: Path) -> Path:
+    return store / "tokens.npz"
 
 
 class EarlierTexts:
@@ -255,24 +257,9 @@ class EarlierTexts:
 
         Only the end of a text that is larger than the store is stored.
         """
-        new = np.array(tokens[-self._max_tokens :], np.int32)
-        if not len(new):
-            return
-        lock_error = OutputError(f"{self.folder}: another process is writing to it")
-        lock = locked(self.folder / "lock", lock_error, _WAIT_S)
-        with contextlib.suppress(OSError, OutputError), lock:
-            texts = texts_in(self.folder)
-            if any(np.array_equal(text, new) for text in texts):
-                return
-            texts = self._without_oldest([*texts, new])
-            save_arrays(self.folder / "tokens.npz", tokens=join_texts(texts))
-
-    def _without_oldest(self, texts: list[IntArray]) -> list[IntArray]:
-        """Return all texts if they fit into the store, or else the newest, to fill half of it."""
-        if sum(map(len, texts)) <= self._max_tokens:
-            return texts
-        # The newest text is kept even if it fills more than half.
-        return newest_texts(texts, self._max_tokens // 2) or texts[-1:]
+        text = np.array(tokens[-self._max_tokens :], np.int32)
+        if len(text):
+            store_texts(_tokens_file(self.folder), [text], self._max_tokens)
 
     def arrays(self) -> tuple[SuffixArray, ...]:
         """Return suffix arrays of all texts, with the newest texts in the last one.
@@ -280,7 +267,7 @@ class EarlierTexts:
         One array is loaded from the disk; another one is built of the texts that it lacks. If it
         lacks too much, an array of all texts is built and saved.
         """
-        tokens = join_texts(texts_in(self.folder))
+        tokens = read_tokens(_tokens_file(self.folder))
         saved_file = self.folder / "texts.npz"
         saved = SuffixArray.load(saved_file)
         # If the oldest texts were removed meanwhile, the saved array is of no use.

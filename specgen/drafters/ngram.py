@@ -317,7 +317,7 @@ class LoadedNgrams(LoadedDraft):
         #: The texts of earlier answers.
         self._earlier_texts: tuple[SuffixArray, ...] = ()
         #: Where finished texts are stored, if the options ask for that.
-        self._earlier: EarlierTexts | None = None
+        self._store: EarlierTexts | None = None
         if setup.drafting.lookup_files or setup.drafting.lookup_store:
             self._load_texts(setup)
 
@@ -330,13 +330,13 @@ class LoadedNgrams(LoadedDraft):
             folder = setup.cache / "lookup" if setup.cache is not None else None
             self._files.append(load_corpus(files, vocabulary, fingerprint, folder))
         if setup.drafting.lookup_store and setup.cache is not None:
-            self._earlier = EarlierTexts(setup.cache / "texts", fingerprint)
-            self._earlier_texts = self._earlier.arrays()
+            self._store = EarlierTexts(setup.cache / "texts", fingerprint)
+            self._earlier_texts = self._store.arrays()
 
     def keep_text(self, tokens: Sequence[int]) -> None:
         """Store a finished text, if `--lookup-store` asks for that."""
-        if self._earlier is not None:
-            self._earlier.add(tokens)
+        if self._store is not None:
+            self._store.add(tokens)
 
     def drafter(self, request: DraftRequest) -> SuffixDrafter:
         """Return a drafter that drafts chains, or trees if the request allows branches."""

@@ -7,7 +7,6 @@ their prompts: prompt lookup finds that anyway.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,22 +14,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specgen.drafters.suffix_index import (
-    GrowingCorpus,
+from specgen.drafters.stored_texts import (
     IntArray,
+    append_texts,
     join_texts,
-    load_arrays,
-    newest_texts,
-    save_arrays,
+    read_tokens,
     split_texts,
+    store_texts,
 )
-from specgen.errors import OutputError
-from specgen.system.files import locked
+from specgen.drafters.suffix_index import GrowingCorpus
 from specgen.system.folders import phrases_folder
 
 #: The shortest phrase, in tokens.
 SHORTEST = 3
-#: When the phrases have more tokens than this, the older half is forgotten.
+#: When the phrases have more tokens than this in total, the older half is forgotten.
 MAX_TOKENS = 16_384
 #: The number of n-grams of recent answers that new answers are compared with.
 _MAX_SEEN = 65_536
@@ -38,8 +35,6 @@ _MAX_SEEN = 65_536
 _MAX_PROMPTS = 4096
 #: New phrases are saved when the engine is closed, and when there are this many.
 _SAVE_AFTER = 64
-#: The longest wait for another process that saves phrases, in seconds.
-_WAIT_S = 0.5
 
 
 class _PhraseFinder:
@@ -71,7 +66,7 @@ class _PhraseFinder:
         Args:
             prompt: The tokens before the answer.
             answer: The tokens of the answer.
-            known: int32[n]: earlier phrases. A phrase that is part of one is left out.
+            known: int32[n]: earlier phrases. A phrase without a new n-gram is left out.
         """
         if not self._remember(prompt):
             return []
@@ -137,27 +132,6 @@ def phrases_file(cache: Path, fingerprint: str) -> Path:
     return phrases_folder(cache) / f"{fingerprint}.npz"
 
 
-def phrases_in(file: Path) -> list[IntArray]:
-    """Return the phrases in a file, int32[n] each, the latest last; none if it cannot be read."""
-    return split_texts(_tokens_in(file))
-
-
-def _tokens_in(file: Path) -> IntArray:
-    """Return the phrases in a file as `join_texts` joins them: int32[n]."""
-    arrays = load_arrays(file, "tokens")
-    if arrays is None or arrays[0].dtype != np.int32 or arrays[0].ndim != 1:
-        return join_texts([])
-    return arrays[0]
-
-
-def _with_new(tokens: IntArray, phrases: Sequence[IntArray]) -> IntArray:
-    """Return joined phrases with new ones as the last; without the older half if they are many."""
-    tokens = np.append(tokens, join_texts(phrases))
-    if len(tokens) <= MAX_TOKENS:
-        return tokens
-    return join_texts(newest_texts(split_texts(tokens), MAX_TOKENS // 2))
-
-
 class SharedPhrases:
     """The phrases that answers to different prompts have in common.
 
@@ -173,7 +147,7 @@ class SharedPhrases:
         self._file = file
         self._finder = _PhraseFinder()
         #: int32[n]: the phrases as `join_texts` joins them, the latest last.
-        self._tokens = join_texts([]) if file is None else _tokens_in(file)
+        self._tokens = join_texts([]) if file is None else read_tokens(file)
         #: The phrases that are not in the file yet.
         self._unsaved: list[IntArray] = []
         #: Finds endings in the phrases.
@@ -188,10 +162,10 @@ class SharedPhrases:
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Look for phrases in a finished answer."""
         phrases = self._finder.find(prompt, answer, self._tokens)
-        self._tokens = _with_new(self._tokens, phrases)
+        self._tokens = append_texts(self._tokens, phrases, MAX_TOKENS)
         for phrase in phrases:
             self.index.add_text(phrase.tolist())
-        if len(self.index) > MAX_TOKENS:
+        if len(self.index) > len(self._tokens):
             # The older half was forgotten. Drafters that use the old index keep it.
             self.index = self._make_index()
         if self._file is not None:
@@ -201,12 +175,6 @@ class SharedPhrases:
 
     def save(self) -> None:
         """Add the phrases that were found since the last time to the file, if possible."""
-        file = self._file
-        if file is None or not self._unsaved:
-            return
-        lock_error = OutputError(f"{file}: another process is writing to it")
-        lock = locked(file.with_name("lock"), lock_error, _WAIT_S)
-        with contextlib.suppress(OSError, OutputError), lock:
-            # Other processes may have written to the file in the meantime.
-            save_arrays(file, tokens=_with_new(_tokens_in(file), self._unsaved))
+        if self._file is not None and self._unsaved:
+            store_texts(self._file, self._unsaved, MAX_TOKENS)
         self._unsaved.clear()

@@ -6,10 +6,7 @@ others are added, and `SuffixArray` texts that do not change.
 
 from __future__ import annotations
 
-import io
 import math
-import zipfile
-import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -20,20 +17,20 @@ from collections.abc import (
 )
 from dataclasses import dataclass
 from pathlib import Path
-from typing import (
-    Final,
-    NamedTuple,
-    TypeAlias,
-)
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from specgen.system.files import replace_bytes
+from specgen.drafters.stored_texts import (
+    SEPARATOR,
+    IntArray,
+    join_texts,
+    load_arrays,
+    save_arrays,
+)
 from specgen.text.overlap import common_prefix_length
 
-#: int32[n]: token ids, or indices of tokens.
-IntArray: TypeAlias = npt.NDArray[np.int32]
+#: The default of `made_of`: no numbers identify the texts.
 _NOTHING: IntArray = np.empty(0, np.int32)
 #: The longest match that is searched for, in tokens.
 MAX_MATCH = 32
@@ -44,22 +41,9 @@ MAX_PLACES = 100
 _MAX_SEARCHED = 1024
 #: The lengths of n-grams that are indexed in addition to the shortest match.
 _MORE_N_GRAMS = (4, 2)
-#: Follows each text of a corpus. It is not a token.
-SEPARATOR = -1
 #: The token that followed most recently is preferred, unless another one followed at least this
 #: many times as often.
 _CLEARLY_MORE_OFTEN = 3
-#: The errors that reading a damaged archive of arrays raises.
-_DAMAGE: Final = (
-    OSError,
-    ValueError,
-    KeyError,
-    EOFError,
-    TypeError,
-    RuntimeError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 class Match(NamedTuple):
@@ -389,45 +373,3 @@ def _as_bytes(tokens: Sequence[int] | IntArray) -> bytes:
 def _backwards(tokens: IntArray) -> bytes:
     """Return the bytes of the reversed tokens, padded with separators for the last sort keys."""
     return _as_bytes(tokens[::-1]) + _as_bytes([SEPARATOR] * MAX_MATCH)
-
-
-def join_texts(texts: Iterable[Sequence[int] | IntArray]) -> IntArray:
-    """Join texts, each followed by a separator: int32[n]. Empty texts are left out."""
-    parts = [np.array([*text, SEPARATOR], np.int32) for text in texts if len(text)]
-    return np.concatenate(parts) if parts else _NOTHING
-
-
-def split_texts(tokens: IntArray) -> list[IntArray]:
-    """Return the texts that `join_texts` joined, without the separators: int32[n] each."""
-    ends = np.flatnonzero(tokens == SEPARATOR)
-    return [text[:-1] for text in np.split(tokens, ends + 1)[:-1]]
-
-
-def newest_texts(texts: Sequence[IntArray], max_tokens: int) -> list[IntArray]:
-    """Return the newest texts, which are last, that have at most `max_tokens` tokens in total."""
-    n_tokens = 0
-    first = len(texts)
-    while first > 0 and n_tokens + len(texts[first - 1]) <= max_tokens:
-        first -= 1
-        n_tokens += len(texts[first])
-    return list(texts[first:])
-
-
-def save_arrays(path: Path, **arrays: IntArray) -> None:
-    """Write named arrays to a file, which is replaced atomically.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **arrays)
-    replace_bytes(path, file.getvalue())
-
-
-def load_arrays(path: Path, *names: str) -> list[IntArray] | None:
-    """Read arrays by name, int32[n] each, from a file; None if it is missing or damaged."""
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return [file[name] for name in names]
-    except _DAMAGE:
-        return None

@@ -313,7 +313,7 @@ class Result:
     prompt: int
     #: The prompt's category.
     category: str
-    #: The number of the pass through all prompts, from 1.
+    #: The number of the pass through all prompts, from 1; not a round of decoding.
     round: int
     #: The measurements of the answer.
     outcome: Outcome
@@ -363,7 +363,7 @@ class _Turn:
     #: The prompt to answer; None for the warm-up.
     prompt: BenchPrompt | None
     #: The number of the pass through all prompts, from 1; 0 for the warm-up.
-    round: int
+    pass_number: int
 
 
 def take_turns(
@@ -371,7 +371,7 @@ def take_turns(
     prompts: Sequence[BenchPrompt],
     runs: Runs,
     *,
-    n_rounds: int = 1,
+    n_passes: int = 1,
     interrupted: Callable[[], bool] = never,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
@@ -384,7 +384,7 @@ def take_turns(
         contenders: The contenders; at each temperature plain decoding is the first of them.
         prompts: The prompts.
         runs: Receives the results and failures, so that they are kept after an error.
-        n_rounds: The number of passes through all prompts.
+        n_passes: The number of passes through all prompts.
         interrupted: Whether to stop.
         progress: Receives the number of finished turns, and of all turns.
 
@@ -392,7 +392,7 @@ def take_turns(
         PromptError: If plain decoding can answer none of the prompts.
         SpecgenError: If plain decoding fails for another reason.
     """
-    turns = _turns(contenders, prompts, n_rounds)
+    turns = _turns(contenders, prompts, n_passes)
     failed_contenders: set[Contender] = set()
     # The numbers of prompts that plain decoding cannot answer.
     skipped_prompts: set[int] = set()
@@ -442,7 +442,7 @@ def _take_turn(turn: _Turn) -> Result | None:
         contender=contender.name,
         prompt=prompt.number,
         category=prompt.category,
-        round=turn.round,
+        round=turn.pass_number,
         outcome=contender.answer(prompt.text),
     )
 
@@ -450,15 +450,15 @@ def _take_turn(turn: _Turn) -> Result | None:
 def _turns(
     contenders: Sequence[Contender],
     prompts: Sequence[BenchPrompt],
-    n_rounds: int,
+    n_passes: int,
 ) -> list[_Turn]:
     """Return all turns in order: every contender's warm-up, and then the prompts."""
-    turns = [_Turn(contender, prompt=None, round=0) for contender in contenders]
+    turns = [_Turn(contender, prompt=None, pass_number=0) for contender in contenders]
     n_earlier_prompts = 0
-    for round_number in range(1, n_rounds + 1):
+    for pass_number in range(1, n_passes + 1):
         for prompt in prompts:
             order = _rotated(contenders, n_earlier_prompts)
-            turns += [_Turn(contender, prompt, round_number) for contender in order]
+            turns += [_Turn(contender, prompt, pass_number) for contender in order]
             n_earlier_prompts += 1
     return turns
 
@@ -479,7 +479,7 @@ def measure(
     prompts: Sequence[BenchPrompt],
     *,
     chat: bool | None = None,
-    n_rounds: int = 1,
+    n_passes: int = 1,
     progress: Progress = lambda _what, _done, _total: None,
     interrupted: Callable[[], bool] = never,
 ) -> Runs:
@@ -491,7 +491,7 @@ def measure(
         entries: The entries; at each temperature plain decoding is the first of them.
         prompts: The prompts.
         chat: Whether to use the chat template; None to use it if the model has one.
-        n_rounds: The number of passes through all prompts.
+        n_passes: The number of passes through all prompts.
         progress: Receives the name of the current step, how much of it is done, and the total.
         interrupted: Whether to stop.
 
@@ -522,7 +522,7 @@ def measure(
                 contenders,
                 prompts,
                 runs,
-                n_rounds=n_rounds,
+                n_passes=n_passes,
                 interrupted=interrupted,
                 progress=partial(progress, entry.options.target.name),
             )
@@ -590,9 +590,9 @@ class Figures:
     speedup: float | None
     #: The first and the third quartile of the speed-ups.
     quartiles: tuple[float, float] | None
-    #: The speed-up on the prompt where it is lowest, a geometric mean over the rounds.
+    #: The speed-up on the prompt where it is lowest, a geometric mean over the passes.
     worst_speedup: float | None
-    #: The speed-up on the prompt where it is highest, a geometric mean over the rounds.
+    #: The speed-up on the prompt where it is highest, a geometric mean over the passes.
     best_speedup: float | None
     #: The median over the answers.
     tokens_per_s: float | None
@@ -611,7 +611,7 @@ class Figures:
         return self.mean_accepted_length is not None and self.acceptance_rate is None
 
 
-#: What a contender's answer and plain decoding's have in common: temperature, prompt and round.
+#: What a contender's answer and plain decoding's have in common: temperature, prompt and pass.
 _TurnKey: TypeAlias = tuple[float, int, int]
 
 
@@ -648,7 +648,7 @@ def _figures(
     """Return the figures of one contender's results, which all have the same weight."""
     outcomes = [result.outcome for result in results]
 
-    # Ratios to plain decoding of the same prompt in the same round.
+    # Ratios to plain decoding of the same prompt in the same pass.
     speedups_by_prompt: dict[int, list[float]] = defaultdict(list)
     first_token_ratios: list[float] = []
     for result in results:

@@ -45,7 +45,7 @@ MIN_RATE = 0.002
 N_RANKS = 3
 #: Returns the acceptance rates of a drafter's tokens, given its origin and the number of better
 #: siblings.
-Rates: TypeAlias = Callable[[str, int], "AcceptanceRates"]
+RatesOf: TypeAlias = Callable[[str, int], "AcceptanceRates"]
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ def _prior_line(origin: str) -> tuple[float, float]:
 
 
 def judge_drafts(
-    rates: Rates,
+    rates_of: RatesOf,
     drafts: Sequence[Draft],
     text: Sequence[int],
     n_accepted: int,
@@ -166,7 +166,7 @@ def judge_drafts(
     drafters learn by themselves.
 
     Args:
-        rates: The acceptance rates that learn.
+        rates_of: Returns the acceptance rates, which learn.
         drafts: The drafts of a round as they were proposed. Only each drafter's first one counts.
         text: The tokens that the round committed.
         n_accepted: The number of accepted tokens.
@@ -177,15 +177,15 @@ def judge_drafts(
         if draft.is_calibrated:
             continue
         if not draft.is_sampled:
-            _judge_along_text(rates, draft, origin, text)
+            _judge_along_text(rates_of, draft, origin, text)
         elif draft.is_chain:
             n_judged = min(len(draft), n_accepted + 1)  # the accepted tokens and the first rejected
             for node, confidence in enumerate(draft.step_confidences[:n_judged]):
-                rates(origin, 0).judge(confidence, accepted=node < n_accepted)
+                rates_of(origin, 0).judge(confidence, accepted=node < n_accepted)
 
 
 def _judge_along_text(
-    rates: Rates,
+    rates_of: RatesOf,
     draft: Draft,
     origin: str,
     text: Sequence[int],
@@ -200,7 +200,7 @@ def _judge_along_text(
                 right_child = child
             probability = draft.probabilities[child]
             confidence = 1.0 if probability is None else probability
-            rates(origin, draft.ranks[child]).judge(confidence, accepted=is_right)
+            rates_of(origin, draft.ranks[child]).judge(confidence, accepted=is_right)
         if right_child is None:
             return
         node = right_child

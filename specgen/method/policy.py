@@ -441,7 +441,7 @@ class CostAwarePolicy:
         plain_s = self._plain_s
         stop = CostAwareStopping(
             origin=offer.drafter or "",
-            rates=self.acceptance_of,
+            rates_of=self.rates_of,
             token_s=min(plain_s / _MARGIN, self._recent.token_s(plain_s)),
             extra_s=[seconds - rows_s[0] for seconds in rows_s],
             next_s=offer.price.next_s,
@@ -464,12 +464,12 @@ class CostAwarePolicy:
         """Plan to verify the best part of what was found. A plan without a draft tells why."""
         if not len(found):
             return RoundPlan("nothing found", stop=stop)
-        rates = self.acceptance_of(found.origins[0])
+        rates = self.rates_of(found.origins[0])
         if CreditGate(rates.counts).is_put_aside:
             return RoundPlan("put aside", stop=stop)
         fastest = FastestRound(
             origin=stop.origin,
-            rates=stop.rates,
+            rates_of=stop.rates_of,
             token_s=stop.token_s,
             extra_s=stop.extra_s,
             p_min=stop.p_min,
@@ -492,7 +492,7 @@ class CostAwarePolicy:
         That of trials and of plans without a draft is `_NO_GAIN`.
         """
         price = offer.price
-        rates = self.acceptance_of(drafter)
+        rates = self.rates_of(drafter)
         if not self._values:
             self._values = draft_step_values(stop.extra_s, price.next_s, stop.token_s, rates)
         gate = CreditGate(rates.counts)
@@ -584,8 +584,8 @@ class CostAwarePolicy:
         self._costs.observe(result.n_rows, result.target_s, result.n_sequences)
         if plan.drafter is not None:
             confidences = [draft.step_confidences for draft in result.proposed]
-            self.acceptance_of(plan.drafter).count_steps(itertools.chain(*confidences))
-        judge_drafts(self.acceptance_of, result.proposed, result.committed, len(result.path))
+            self.rates_of(plan.drafter).count_steps(itertools.chain(*confidences))
+        judge_drafts(self.rates_of, result.proposed, result.committed, len(result.path))
         if not len(result.draft):
             self._n_drafting_rounds = 0
         if self._costs:
@@ -628,7 +628,7 @@ class CostAwarePolicy:
         """
         return self._costs.seconds(self._costs.n_sharing) / self._costs.n_sharing
 
-    def acceptance_of(
+    def rates_of(
         self,
         origin: str,
         rank: int = 0,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specgen.method.acceptance import MIN_RATE, AcceptanceRates, Rates
+from specgen.method.acceptance import MIN_RATE, AcceptanceRates, RatesOf
 from specgen.method.draft import NO_DRAFT, ROOT, Draft
 from specgen.system.arrays import interpolate
 
@@ -85,10 +85,10 @@ class StoppingRule:
 class CostAwareStopping(StoppingRule):
     """Drafts as long as another token is expected to save time: optimal stopping."""
 
-    #: The origin of the drafter's tokens, by which `rates` finds its acceptance rates.
+    #: The origin of the drafter's tokens, by which `rates_of` finds its acceptance rates.
     origin: str
     #: Returns acceptance rates, given an origin and a rank.
-    rates: Rates
+    rates_of: RatesOf
     #: The seconds that an accepted token saves.
     token_s: float
     #: The seconds that n drafted tokens add to the target's batch, at index n.
@@ -112,7 +112,7 @@ class CostAwareStopping(StoppingRule):
                 continue_drafting=False,
                 cumulative_acceptance=cumulative_acceptance,
             )
-        cumulative_acceptance *= self.rates(self.origin, 0).acceptance(confidence)
+        cumulative_acceptance *= self.rates_of(self.origin, 0).acceptance(confidence)
         row_s = self.extra_s[n_drafted + 1] - self.extra_s[n_drafted]
         gain_s = cumulative_acceptance * self.token_s - row_s
         next_step_s = self.value(n_drafted + 1, cumulative_acceptance)
@@ -191,7 +191,7 @@ class CostAwareStopping(StoppingRule):
         confidence = 1.0 if probability is None else probability
         if draft.is_calibrated:
             return min(1.0 - MIN_RATE, max(MIN_RATE, confidence))
-        rates = self.rates(draft.origins[node], draft.ranks[node])
+        rates = self.rates_of(draft.origins[node], draft.ranks[node])
         return rates.acceptance(confidence)
 
 

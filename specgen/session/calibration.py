@@ -144,7 +144,7 @@ def measure_costs(session: Session, interrupted: Callable[[], bool] = never) -> 
                 budget_s=lambda: max(_DRAFT_SHARE * budget_s(), budget_s() - target_s),
                 n_rows=1,
                 interrupted=interrupted,
-                is_new=costs.of(cost_key).are_outdated,
+                times_all=costs.of(cost_key).are_outdated,
             )
     for key in measured:
         costs.of(key).mark(are_rough=is_busy(load.share))
@@ -323,7 +323,7 @@ def _time_target(
         budget_s=budget_s,
         n_rows=session.n_rows_max,
         interrupted=interrupted,
-        is_new=costs.of(None).are_outdated,
+        times_all=costs.of(None).are_outdated,
     )
 
 
@@ -335,17 +335,17 @@ def _time_missing(
     n_rows: int,
     interrupted: Callable[[], bool],
     *,
-    is_new: bool,
+    times_all: bool,
 ) -> None:
-    """Time the batch sizes that a table lacks, or all of them if it is new.
+    """Time the batch sizes that a table lacks, or with `times_all` those that it has, too.
 
     If the budget runs out before a batch of `n_rows` rows was timed, its cost is extrapolated. If
     `measure_sizes` raises, the table is unchanged.
     """
     # A few decodes may have left costs in a table that was never calibrated: time all its sizes.
-    is_new = is_new or not _is_measured(table)
+    times_all = times_all or not _is_measured(table)
     # One row is always timed again, so that the other sizes are compared with a current figure.
-    sizes_to_time = [size for size in sizes if is_new or size == 1 or size not in table.known]
+    sizes_to_time = [size for size in sizes if times_all or size == 1 or size not in table.known]
     for size, seconds in measure_sizes(backend, sizes_to_time, budget_s, interrupted).items():
         table.set_seconds(size, seconds)
     if table and max(table.known) < n_rows:

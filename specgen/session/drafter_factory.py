@@ -158,8 +158,8 @@ class DrafterFactory:
             ends=ends,
         )
 
-    def keep_answer(self, answer: AnswerState) -> None:
-        """Let the drafts for later answers repeat phrases of a finished one, end token included."""
+    def find_phrases(self, answer: AnswerState) -> None:
+        """Find phrases in a finished answer, end token included, for the drafts of later ones."""
         if self._phrases is not None:
             n_prompt = answer.n_prompt
             self._phrases.add(answer.tokens[:n_prompt], answer.tokens[n_prompt:])

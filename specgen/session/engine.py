@@ -587,7 +587,7 @@ class Engine:
             OutputError: If the draft cannot store the text, or the answer cannot be written for
                 learning.
         """
-        self._factory.keep_answer(finished)
+        self._factory.find_phrases(finished)
         tokens = finished.tokens
         self._session.keep_text(tokens)
         folder = self._session.options.learning

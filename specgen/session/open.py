@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from specgen.errors import BackendError, MemoryLimitError, ModelFileError, PairError
 from specgen.llama import build
@@ -53,7 +53,7 @@ from specgen.system.folders import cache_folder, measurements_file, packed_folde
 from specgen.system.machine import allowed_processors, describe_machine
 
 #: Checks a session with a loaded target: raises a `SpecgenError` if it does not suit the caller.
-Check = Callable[[Session], object]
+SessionCheck: TypeAlias = Callable[[Session], object]
 #: Errors while loading a draft after which the target can still be used without it.
 DRAFT_ERRORS = (BackendError, MemoryLimitError, ModelFileError, PairError)
 
@@ -148,7 +148,7 @@ def open_session(
     *,
     clock: Callable[[], float],
     measurements: MeasurementStore | None = None,
-    check: Check | None = None,
+    check: SessionCheck | None = None,
     vocabulary_only: bool = False,
     budget: WeightsBudget | None = None,
 ) -> Session:

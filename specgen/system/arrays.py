@@ -1,10 +1,12 @@
-"""Names for the array types that pass between modules, and the largest values of an array."""
+"""Names for the array types that pass between modules, and what NumPy lacks or does slowly."""
 
 from __future__ import annotations
 
 import bisect
+import zipfile
+import zlib
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,18 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 #: float32[m] or float64[m]: logits as the samplers so far have left them, or probabilities.
 Scores: TypeAlias = npt.NDArray[np.floating[Any]]
 
+#: The errors that reading arrays from a damaged file raises, which may seem to be encrypted, for
+#: example.
+FILE_DAMAGE: Final = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    TypeError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 #: The usual size of the groups in `_candidates`.
 _GROUP_SIZE = 64
 #: Arrays with fewer scores are partitioned without groups.

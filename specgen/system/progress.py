@@ -18,7 +18,7 @@ Progress = Callable[[str, int, int], None]
 #: What is counted: the parts of a piece of work, the bytes of a file, the lines of a batch, or the
 #: work of a whole run. With "lines", the text is the present speed, and with "run" the step; with
 #: the others, a new text means a new piece of work.
-Kind: TypeAlias = Literal["counts", "bytes", "lines", "run"]
+ProgressKind: TypeAlias = Literal["counts", "bytes", "lines", "run"]
 #: The minimum time in seconds between two lines, and from the start to the first line.
 INTERVAL_S = 10.0
 
@@ -36,7 +36,7 @@ class ProgressView:
         self,
         stream: TextIO | None,
         clock: Callable[[], float] = time.monotonic,
-        kind: Kind = "counts",
+        kind: ProgressKind = "counts",
     ) -> None:
         self._stream = stream
         self._clock = clock
@@ -90,7 +90,7 @@ class _ProgressLines:
         self,
         stream: TextIO,
         clock: Callable[[], float],
-        kind: Kind,
+        kind: ProgressKind,
     ) -> None:
         self._stream = stream
         self._clock = clock
@@ -127,7 +127,7 @@ class _ProgressLines:
             print(self._line, file=self._stream, flush=True)
 
 
-def _progress_line(kind: Kind, text: str, done: int, total: int) -> str:
+def _progress_line(kind: ProgressKind, text: str, done: int, total: int) -> str:
     """Return the line about some progress; the arguments are those of `ProgressView.show`."""
     if kind == "lines":
         return f"{done} of {total} lines, {text}"
@@ -142,7 +142,7 @@ def _progress_line(kind: Kind, text: str, done: int, total: int) -> str:
 class _ProgressBar:
     """Progress as a bar on a terminal, which disappears at the end."""
 
-    def __init__(self, console: Console, kind: Kind) -> None:
+    def __init__(self, console: Console, kind: ProgressKind) -> None:
         from rich.progress import Progress as RichProgress
 
         self._kind = kind
@@ -165,7 +165,7 @@ class _ProgressBar:
         self._bar.stop()
 
 
-def _columns(kind: Kind) -> tuple[ProgressColumn, ...]:
+def _columns(kind: ProgressKind) -> tuple[ProgressColumn, ...]:
     """Return the columns of the bar, from left to right."""
     from rich import progress
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from specgen.train.pruning import Pruned
     from specgen.train.target_text import TargetText
 
-Kind: TypeAlias = Literal["heads", "distilled", "pruned"]
+#: A kind of draft that can be made for a target.
+MadeKind: TypeAlias = Literal["heads", "distilled", "pruned"]
 
 #: The prompts that come with specgen.
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -71,7 +72,7 @@ def pruned_file(cache: Path, target: FileIdentity) -> Path:
     return cache / "made" / target.key / f"{Path(target.name).stem}-pruned.gguf"
 
 
-def least_text(kinds: Sequence[Kind]) -> int:
+def least_text(kinds: Sequence[MadeKind]) -> int:
     """Return the minimum number of tokens of text for making these kinds of drafts."""
     n_tokens = 0
     for kind in kinds:
@@ -183,14 +184,14 @@ class DraftBuilder:
 
         return TargetText(self.folder, self.text_options.prompts)
 
-    def n_lacking(self, kinds: Sequence[Kind]) -> int:
+    def n_lacking(self, kinds: Sequence[MadeKind]) -> int:
         """Return the number of tokens still to be written before these drafts can be made."""
         n_written = sum(len(answer.tokens) for answer in self._text.answers)
         return max(0, least_text(kinds) - n_written)
 
     def make(
         self,
-        kinds: Sequence[Kind],
+        kinds: Sequence[MadeKind],
         small: Path | None,
         plan: TimePlan,
     ) -> list[Path] | None:
@@ -268,7 +269,7 @@ class DraftBuilder:
 
     def _make_draft(
         self,
-        kind: Kind,
+        kind: MadeKind,
         small: Path | None,
         until_s: float,
     ) -> Path | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from specgen.session.kept_answers import KeptAnswer
 from specgen.session.prompts import Prompt, Prompts
 from specgen.session.request import Request
 from specgen.session.session import Session
-from specgen.system.arrays import Logits
+from specgen.system.arrays import FILE_DAMAGE, Logits
 from specgen.system.files import locked, new_beside, write_errors
 from specgen.train.training_loop import Budget, TextOptions
 
@@ -51,17 +50,6 @@ N_COLUMNS = 384
 _MAX_CONTEXT_TOKENS = 192
 #: One in ten prompts is held back: drafts are judged on its answer, not trained on it.
 _HELD_BACK_EVERY = 10
-
-#: What NumPy raises on a damaged file, whose arrays may seem to be encrypted, for example.
-_DAMAGE = (
-    OSError,
-    KeyError,
-    ValueError,
-    TypeError,
-    RuntimeError,
-    EOFError,
-    zipfile.BadZipFile,
-)
 
 _Tokens: TypeAlias = tuple[int, ...]
 
@@ -139,7 +127,7 @@ def _arrays(path: Path, *names: str) -> list[NDArray[Any]]:
     try:
         with path.open("rb") as file, np.load(file) as saved:
             return [saved[name] for name in names]
-    except _DAMAGE as error:
+    except FILE_DAMAGE as error:
         hint = f"delete {path}: it will be generated again"
         raise ModelFileError(f"{path}: not a stored answer", hint) from error
 

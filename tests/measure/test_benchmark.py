@@ -72,15 +72,15 @@ def fake(
     return Contender(temperature, name, answer, lambda: answer("warm-up"))
 
 
-def measured(*contenders: Contender, n_rounds: int = 1) -> Runs:
+def measured(*contenders: Contender, n_passes: int = 1) -> Runs:
     runs = Runs()
-    take_turns(contenders, PROMPTS, runs, n_rounds=n_rounds)
+    take_turns(contenders, PROMPTS, runs, n_passes=n_passes)
     return runs
 
 
 def test_plain_decoding_is_first_and_the_others_take_turns() -> None:
     log: Log = []
-    runs = measured(*(fake(log, name) for name in ("plain", "a", "b")), n_rounds=2)
+    runs = measured(*(fake(log, name) for name in ("plain", "a", "b")), n_passes=2)
     assert log[:3] == [("plain", "warm-up"), ("a", "warm-up"), ("b", "warm-up")]
     turns = [[name for name, _ in log[at : at + 3]] for at in range(3, len(log), 3)]
     assert turns == [["plain", "a", "b"], ["plain", "b", "a"]] * 3

@@ -185,7 +185,7 @@ def rule(
     )
     return CostAwareStopping(
         origin="model",
-        rates=lambda _, rank: known,
+        rates_of=lambda _, rank: known,
         token_s=token_s,
         extra_s=[seconds - batch_s[0] for seconds in batch_s],
         next_s=next_s,

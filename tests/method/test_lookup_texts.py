@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,14 +23,13 @@ from specgen.drafters.lookup_texts import (
 )
 from specgen.drafters.ngram import SuffixDrafter
 from specgen.drafters.ngram_counts import Evidence, NgramCounts, Place, TextChances
+from specgen.drafters.stored_texts import join_texts, split_texts
 from specgen.drafters.suffix_index import (
     MAX_MATCH,
     MAX_PLACES,
     GrowingCorpus,
     SuffixArray,
     SuffixIndex,
-    join_texts,
-    split_texts,
 )
 from specgen.errors import UsageError
 from specgen.method.draft import NO_DRAFT, Draft
@@ -136,8 +136,9 @@ def test_sources_that_cannot_be_looked_up_in_are_errors(tmp_path: Path) -> None:
     large = tmp_path / "large.txt"  # refused before it is read
     with large.open("wb") as file:
         file.truncate(MAX_CORPUS_BYTES + 1)
-    most = f"{MAX_CORPUS_BYTES >> 20} MB"
-    assert message(large) == f"--lookup-file {large}: {most} of text; at most {most}"
+    n_mib = MAX_CORPUS_BYTES >> 20
+    wanted = f"--lookup-file {large}: {n_mib + 1} MiB of text; at most {n_mib} MiB"
+    assert message(large) == wanted
 
 
 def test_the_array_is_kept_until_a_file_changes(tmp_path: Path) -> None:
@@ -258,6 +259,12 @@ def test_a_store_that_is_damaged_or_cannot_be_written_breaks_nothing(tmp_path: P
     assert kept_texts(store) == []
     store.add([3])
     assert kept_texts(store) == [[3]]
+
+    # An archive that is intact, but not one of ours.
+    np.savez(file, allow_pickle=False, tokens=np.float64(1.0))
+    assert kept_texts(store) == in_arrays(store) == []
+    store.add([4])
+    assert kept_texts(store) == [[4]]
 
 
 def add_many(root: Path, first: int, n: int) -> None:

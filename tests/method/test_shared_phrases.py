@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specgen.drafters.shared_phrases import MAX_TOKENS, SHORTEST, SharedPhrases, phrases_in
-from specgen.drafters.suffix_index import MAX_MATCH, SEPARATOR, join_texts
+from specgen.drafters.shared_phrases import MAX_TOKENS, SHORTEST, SharedPhrases
+from specgen.drafters.stored_texts import SEPARATOR, join_texts, read_texts
+from specgen.drafters.suffix_index import MAX_MATCH
 from tests.helpers.disk import full_disk
 
 Text = Sequence[int]
@@ -21,7 +22,7 @@ TEXT = st.lists(st.integers(0, 4), max_size=12)
 
 
 def kept(file: Path) -> list[list[int]]:
-    return [phrase.tolist() for phrase in phrases_in(file)]
+    return [phrase.tolist() for phrase in read_texts(file)]
 
 
 def runs_of(text: Text) -> set[tuple[int, ...]]:
@@ -103,6 +104,30 @@ def test_the_older_half_of_many_phrases_is_forgotten(tmp_path: Path) -> None:
     assert match is not None
     assert match.length == 3
     assert phrases.index.longest([0, 1, 2]) is None
+
+
+def test_the_newest_phrase_is_kept_however_long_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "phrases.npz"
+    phrases = SharedPhrases(file)
+    n_tokens = MAX_TOKENS // 2 + 1
+    for number in range(2):
+        text = range(number * n_tokens, (number + 1) * n_tokens)
+        for prompt in (2 * number, 2 * number + 1):
+            phrases.add([prompt], text)
+    phrases.save()
+    assert [len(text) for text in kept(file)] == [n_tokens]
+    assert phrases.index.longest([n_tokens, n_tokens + 1]) is not None
+    assert phrases.index.longest([0, 1]) is None
+
+
+def test_a_phrase_is_stored_once_however_often_it_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "phrases.npz"
+    processes = (SharedPhrases(file), SharedPhrases(file))
+    for phrases in processes:
+        phrases.add([1], [10, 11, 12])
+        phrases.add([2], [10, 11, 12, 5, 10, 11, 12])
+        phrases.save()
+    assert kept(file) == [[10, 11, 12]]
 
 
 def add_many(file: Path, number: int) -> None:

@@ -116,7 +116,9 @@ def test_the_best_nodes_are_the_best_of_all_subtrees(chances: list[float], seed:
         paths.append(chance * (1.0 if parent == ROOT else paths[parent]))
     extra_s = [0.0, *np.cumsum(rng.uniform(0.0, 0.8, len(chances))).tolist()]
     rates = AcceptanceRates()
-    stop = CostAwareStopping(origin="", rates=lambda _, rank: rates, token_s=1.0, extra_s=extra_s)
+    stop = CostAwareStopping(
+        origin="", rates_of=lambda _, rank: rates, token_s=1.0, extra_s=extra_s
+    )
     nodes = stop.best_nodes(paths)
     best_s = 0.0
     for size in range(len(chances) + 1):
@@ -651,6 +653,6 @@ def test_first_and_second_guesses_are_learnt_about_apart() -> None:
         plan = policy.plan(Offer(100, 16, drafter="model"))
         # Nothing was verified of what was proposed.
         policy.observe(RoundResult(plan, NO_DRAFT, (), 0.0, 1.0, 1, (2,), (draft,)))
-    assert policy.acceptance_of("model").acceptance(0.5) < 0.2
-    assert policy.acceptance_of("model:2").acceptance(0.3) > 0.8
-    assert policy.acceptance_of("model:3").acceptance(0.1) < 0.05
+    assert policy.rates_of("model").acceptance(0.5) < 0.2
+    assert policy.rates_of("model:2").acceptance(0.3) > 0.8
+    assert policy.rates_of("model:3").acceptance(0.1) < 0.05

@@ -191,7 +191,7 @@ class SpecgenDraft(LlamaDraftModel):
         """End the current text, which n-gram drafts may use from now on."""
         answer = self._answer
         if answer is not None:
-            self._factory.keep_answer(answer)
+            self._factory.find_phrases(answer)
             with contextlib.suppress(OutputError):  # the text itself is complete
                 self.session.keep_text(answer.tokens)
         self._answer = None
