@@ -510,6 +510,23 @@ def test_a_call_and_its_result() -> None:
     assert with_call_form(chat(messages=turns), "{{ messages }}").warnings == ()
 
 
+def test_a_call_of_a_custom_tool_and_its_result() -> None:
+    """As OpenAI's clients repeat it: its only argument is a free text."""
+    call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "+ x"}}
+    turns = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "done"},
+    ]
+    request = chat(messages=turns)
+    _, assistant, answer = request.messages
+    assert assistant.tool_calls == (ToolCall("c1", "patch", {"input": "+ x"}),)
+    assert answer == Message("tool", "done", tool_call_id="c1", name="patch")
+    assert request.warnings == ()
+    with pytest.raises(BodyError, match=r"tool_calls\[0\]\.function\.name: it is missing"):
+        chat(messages=[{"role": "assistant", "tool_calls": [{"id": "c1", "function": {}}]}])
+
+
 @pytest.mark.parametrize(
     ("written", "read"),
     [

@@ -39,11 +39,23 @@ class ChatToolCall(Fields):
     """A call in an earlier answer."""
 
     id: str = ""
-    name: str = Field(validation_alias=AliasPath("function", "name"), min_length=1)
+    name: str = Field(
+        validation_alias=AliasChoices(AliasPath("function", "name"), AliasPath("custom", "name")),
+        min_length=1,
+    )
     #: JSON; some clients send the object itself.
     arguments: str | dict[str, Any] | None = Field(
         None, validation_alias=AliasPath("function", "arguments")
     )
+    #: The free text of a custom tool's call.
+    input: str | None = Field(None, validation_alias=AliasPath("custom", "input"))
+
+    @property
+    def call(self) -> ToolCall:
+        """The call as chat templates expect it; a custom tool's text is its only argument."""
+        if self.input is not None:
+            return ToolCall(self.id, self.name, {"input": self.input})
+        return ToolCall(self.id, self.name, arguments_of(self.arguments))
 
 
 class ChatFunctionCall(Fields):
@@ -185,7 +197,7 @@ def _messages(turns: list[ChatMessage]) -> tuple[Message, ...]:
 
 def _message(turn: ChatMessage, role: Role, text: str) -> Message:
     """Return a message with its calls, in the newer and the older form, and its thoughts."""
-    calls = [ToolCall(call.id, call.name, arguments_of(call.arguments)) for call in turn.tool_calls]
+    calls = [tool_call.call for tool_call in turn.tool_calls]
     older_call = turn.function_call
     if older_call is not None:
         arguments = arguments_of(older_call.arguments)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from specgen.serve.formats.delta import Delta
 from specgen.serve.formats.tool_calls.forms import OPENING_FENCE, PYTHON_TAG, TOOLS_TAG, CallForm
 from specgen.serve.formats.tool_calls.function import Function
-from specgen.serve.formats.tool_calls.literals import NoMatch, match, skip_space
+from specgen.serve.formats.tool_calls.literals import NoMatch, longest_match, match, skip_space
 from specgen.serve.formats.tool_calls.readers import PairsReader, arguments_reader, read_name
 from specgen.serve.formats.tool_calls.values import ArgumentsReader
 from specgen.text.overlap import partial_match_length
@@ -31,7 +31,7 @@ _MAY_COME_BEFORE_BARE_CALL = re.compile(
     r"\s*(?:<\|python_tag\|>\s*)?"
     rf"(?:`{{0,2}}|```(?:j|js|jso)|(?:{OPENING_FENCE}\s*)?(?:\[\s*|(?:\{{\s*){{0,2}}))"
 )
-#: The braces after a call in two braces. Some models write too many of them.
+#: The braces after a bare call: those of a call in two braces, and those written by mistake.
 _EXTRA_BRACES = re.compile(r"(?:\s*\})*")
 #: The characters that some models write between two JSON objects, whatever their template does.
 _BETWEEN_OBJECTS = " \n\t\r,;"
@@ -134,8 +134,8 @@ class ToolCallParser:
         self._is_after_call = False
         #: The text that ends that call, if it is in one of `_FENCES`.
         self._closing_fence = ""
-        #: Whether that call is in two braces.
-        self._has_two_braces = False
+        #: Whether that call is a JSON object without the mark of its form.
+        self._is_bare_object = False
         #: The JSON value that may be a call, as far as it is read.
         self._object = _WholeObject()
         #: Whether no more text will come.
@@ -359,7 +359,7 @@ class ToolCallParser:
             The index at which the next call's name or object begins, if one follows directly;
             `ABSENT` if not, after the text was removed; `UNCLEAR` if more text is needed.
         """
-        if self._has_two_braces and not self._drop_extra_braces():
+        if self._is_bare_object and not self._drop_extra_braces():
             return NoMatch.UNCLEAR
         # An object right after an object is the next call, whatever separates them.
         if self._form.keys is not None:
@@ -389,7 +389,7 @@ class ToolCallParser:
         return NoMatch.ABSENT
 
     def _drop_extra_braces(self) -> bool:
-        """Remove the braces after a call in two braces; return whether all of them have arrived."""
+        """Remove the braces after a bare call; return whether all of them have arrived."""
         self._rest = _EXTRA_BRACES.sub("", self._rest, count=1)
         return self._is_last or bool(self._rest.strip())
 
@@ -405,8 +405,20 @@ class ToolCallParser:
         closing_end = self._match(closing)
         first_tag = _FIRST_TAG.match(closing)
         if closing_end is NoMatch.ABSENT and first_tag is not None:
-            return self._match(first_tag[0])
+            closing_end = self._match(first_tag[0])
+        if closing_end is NoMatch.ABSENT and self._is_bare_object and not self._closing_fence:
+            closing_end = self._match_unopened_fence()
         return closing_end
+
+    def _match_unopened_fence(self) -> int | NoMatch:
+        """Match the end of a fence that the model has not opened before its call."""
+        fence_end = longest_match((f"\n{end}" for end in _FENCES.values()), self._rest, 0)
+        if isinstance(fence_end, NoMatch):
+            return fence_end
+        if fence_end == len(self._rest):
+            return fence_end if self._is_last else NoMatch.UNCLEAR
+        # A name after the fence means that it opens a block of code.
+        return fence_end if self._rest[fence_end].isspace() else NoMatch.ABSENT
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -427,7 +439,7 @@ class ToolCallParser:
             for opening, closing in _FENCES.items():
                 if after_python_tag.startswith(opening):
                     self._closing_fence = f"\n{closing}"
-            self._has_two_braces = text[:begin].rstrip().endswith("{")
+            self._is_bare_object = False
         # If calls are objects, skip the rest of the opening. A bare object has no opening.
         if self._form.keys is not None and not self._is_after_call:
             object_start = self._object_start(begin)
@@ -442,6 +454,8 @@ class ToolCallParser:
         is_bare = before in ("", "{") or any(fence in before for fence in _FENCES)
         may_be_object = self._form.keys is not None or is_bare
         if text[start] in "{[" and may_be_object:
+            if not self._is_after_call:
+                self._is_bare_object = not self._form.mark or self._form.mark not in before
             return self._read_objects(start)
         return self._read_named_call(begin)
 
