@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,8 @@ def doctor(
     as_json: bool = flags.JSON_REPORT,
 ) -> int:
     """Show what this machine and this build of llama.cpp can do, and check that it decodes."""
-    from rich.console import Console
-
     from specgen.cli.models import paths_on_disk
+    from specgen.cli.output import console_on
     from specgen.measure.diagnosis import diagnose
     from specgen.models.registry import load_registry
     from specgen.session.choose_models import find_model
@@ -46,7 +46,7 @@ def doctor(
         # The name of a model that is not on this disk is an error: nothing is downloaded.
         path = find_model(model, load_registry(), lambda name: paths_on_disk(name)[0])
     endpoints = () if rpc is None else endpoints_of(rpc)
-    console = Console(stderr=True)
+    console = console_on(sys.stderr)
     if console.is_terminal:
         with console.status("checking this machine") as status:
             report = diagnose(path, endpoints, on_check=status.update)
@@ -56,7 +56,7 @@ def doctor(
     if as_json:
         print(json.dumps(report.to_json_object(), indent=2))
     else:
-        _show(report, Console(highlight=False))
+        _show(report, console_on(sys.stdout))
     report.raise_first_error()
     return 0
 

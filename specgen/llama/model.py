@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from specgen.llama.model_description import describe_model
 from specgen.llama.mtp_layers import holds_mtp_only, why_no_mtp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.llama.weights import lease_weights
-from specgen.models.files import parts_of
+from specgen.models.files import check_model_path, parts_of
 from specgen.models.stored_models import shown_name
 from specgen.options import CacheType, Workers
 from specgen.system.files import version_of
@@ -41,6 +42,20 @@ _ROW_EXCEPTIONS = {
 #: GGML's numbers for weight types that specgen's kernels do not pack, and that llama.cpp multiplies
 #: in another order from 8 rows on.
 _TILED_TYPES = frozenset({16, 17, 18, 19, 21, 22, 29})
+
+
+@contextlib.contextmanager
+def _deletion_reported(file: Path) -> Iterator[None]:
+    """Report a model file that is deleted after it was checked, and before it is loaded.
+
+    Raises:
+        ModelFileError: If it was deleted.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        check_model_path(file)
+        raise
 
 
 class LlamaModel:
@@ -89,23 +104,25 @@ class LlamaModel:
             self.why_no_mtp = why_no_mtp(self.file)
             if not self.why_no_mtp and workers is not None:
                 self.why_no_mtp = "its MTP layers cannot draft while workers (--rpc) compute it"
-        #: The size and the time of each of its files now: they may be replaced while it is in use.
-        self.versions = [version_of(part)[1:] for part in parts_of(self.file)]
         #: A chat template that replaces those of the file; None: there is none.
         self.own_template: str | None = None
         #: Whether `close` was called. Its contexts then refuse to decode.
         self.is_closed = False
 
         # 2. Load it, and read its properties.
-        self.loaded = lease_weights(
-            self.file,
-            n_gpu_layers,
-            vocabulary_only=vocabulary_only,
-            workers=workers,
-            mtp=not self.why_no_mtp,
-            weights_bytes=weights_bytes,
-            on_packing=on_packing,
-        )
+        with _deletion_reported(self.file):
+            #: The size and the time of each of its files now: they may be replaced or deleted while
+            #: the model is in use.
+            self.versions = [version_of(part)[1:] for part in parts_of(self.file)]
+            self.loaded = lease_weights(
+                self.file,
+                n_gpu_layers,
+                vocabulary_only=vocabulary_only,
+                workers=workers,
+                mtp=not self.why_no_mtp,
+                weights_bytes=weights_bytes,
+                on_packing=on_packing,
+            )
         handle = self.loaded.handle
         self.size_bytes = int(llama_cpp.llama_model_size(handle))
         self.n_layer = int(llama_cpp.llama_model_n_layer(handle))
@@ -128,6 +145,8 @@ class LlamaModel:
         # 3. Check that it is a model of the right kind.
         try:
             self._check_usable()
+            with _deletion_reported(self.file):
+                self._description = describe_model(self.file)
         except ModelFileError:
             self.close()
             raise
@@ -232,7 +251,7 @@ class LlamaModel:
         """Why the model is not batch-invariant with any kernels, with the operator; else empty."""
         if self.architecture in _ROW_EXCEPTIONS:
             return _ROW_EXCEPTIONS[self.architecture]
-        tensors = describe_model(self.file).tensors
+        tensors = self._description.tensors
         # The embeddings do not count: their rows are copied, and not multiplied.
         types = {tensor.type for name, tensor in tensors.items() if "token_embd" not in name}
         tiled = [native.ggml_type_name(number).decode() for number in types & _TILED_TYPES]
@@ -287,13 +306,9 @@ class LlamaModel:
 
     def limited_n_ctx(self, n_ctx: int) -> int:
         """Return a size of a context, reduced to the number of positions if these are learned."""
-        if n_ctx > self.n_ctx_train > 0 and self._has_learned_positions:
+        if n_ctx > self.n_ctx_train > 0 and self._description.has_learned_positions:
             return self.n_ctx_train
         return n_ctx
-
-    @cached_property
-    def _has_learned_positions(self) -> bool:
-        return describe_model(self.file).has_learned_positions
 
     # --- memory
 
@@ -317,7 +332,7 @@ class LlamaModel:
         type_v: CacheType,
     ) -> int:
         """Estimate the size of the KV cache for a context of `n_ctx` tokens."""
-        return describe_model(self.file).cache_bytes(n_ctx, type_k, type_v)
+        return self._description.cache_bytes(n_ctx, type_k, type_v)
 
     def state_bytes(self) -> int:
         """Estimate the size of the recurrent state of a sequence; 0 if the model has none."""

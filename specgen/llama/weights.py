@@ -31,7 +31,7 @@ from specgen.llama.kernels.packed_weights import (
     packed_weights_of,
     weight_sizes,
 )
-from specgen.llama.library import forget_log, last_error, llama_cpp
+from specgen.llama.library import forget_log, has_gpu, last_error, llama_cpp
 from specgen.llama.vocabulary import LlamaVocabulary
 from specgen.options import Workers
 from specgen.system.files import version_of
@@ -243,10 +243,12 @@ def _load_packed(
     settings: LoadSettings,
 ) -> None:
     """Load weights with their file of packed weights, if they have one or get one."""
+    # Without a GPU, the number has no effect, and all choices of it share a file.
+    n_gpu_layers = weights.key.n_gpu_layers if has_gpu() else -1
     packed = packed_weights_of(
         file,
         settings.weights_bytes,
-        n_gpu_layers=weights.key.n_gpu_layers,
+        n_gpu_layers=n_gpu_layers,
         mtp=weights.key.mtp,
     )
     if packed is None:

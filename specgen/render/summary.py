@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -102,11 +101,12 @@ def summary_line(finished: FinishedEvent, draft: str | None = None) -> str:
 
 def _speedup_clause(finished: FinishedEvent) -> str:
     """Return the speed-up in words; empty if it is not known."""
+    speedup = _whole_speedup(finished)
     speedups = _speedup_range(finished)
-    if speedups is None:
+    if speedup is None or speedups is None:
         return "" if finished.n_drafted else "nothing was drafted"
     if finished.estimate_is_rough:
-        return rough_speedup_text(statistics.fmean(speedups), ROUGH)
+        return rough_speedup_text(speedup, ROUGH)
     return speedup_text(*speedups)
 
 
@@ -239,18 +239,30 @@ def _speed(finished: FinishedEvent) -> str:
     return f"{first}, then {three_digits(speed)} tokens/s"
 
 
-def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
-    """Return the lower and upper bound of the whole answer's speed-up; None if it is unknown.
+def _whole_speedup(finished: FinishedEvent) -> float | None:
+    """Return the estimated speed-up of the whole answer; None if it is unknown.
 
-    The event has bounds for the decoding only. Drafts do not make the prefill faster, so if its
-    share is large, the speed-up of the whole answer is clearly smaller.
+    Drafts do not make the prefill faster, so if its share is large, the speed-up of the whole
+    answer is clearly smaller than that of the decoding.
     """
     speedup = finished.estimated_speedup
     whole_speedup = finished.estimated_whole_speedup
-    if speedup is None:
+    if speedup is None or whole_speedup is None or abs(whole_speedup - speedup) <= _NOISE:
+        return speedup
+    return whole_speedup
+
+
+def _speedup_range(finished: FinishedEvent) -> tuple[float, float] | None:
+    """Return the lower and upper bound of the whole answer's speed-up; None if it is unknown.
+
+    The event has bounds for the decoding only.
+    """
+    speedup = finished.estimated_speedup
+    whole_speedup = _whole_speedup(finished)
+    if speedup is None or whole_speedup is None:
         return None
     low, high = finished.estimated_speedup_range or (speedup, speedup)
-    if whole_speedup is None or abs(whole_speedup - speedup) <= _NOISE:
+    if whole_speedup == speedup:
         return low, high
     # The whole speed-up is the plain time divided by the actual time. Part of the plain time is the
     # prefill, which stays the same; the rest is proportional to the speed-up of decoding.

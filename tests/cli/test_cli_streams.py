@@ -80,6 +80,17 @@ def test_every_command_needs_standard_output(tiny_models: Path) -> None:
             assert done.stderr == full
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["doctor", "models list", "config", "run --help"])
+def test_every_command_ends_quietly_if_nobody_reads_its_output(command: str) -> None:
+    with spawn(*command.split()) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        err = process.stderr.read()
+    assert (process.returncode, err) == (141, b"")
+
+
 def test_a_closed_standard_input_is_read_as_empty(tiny_models: Path) -> None:
     done = shell(RUN.replace("hello", "-") + " <&-", tiny_models)
     assert done.returncode == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -9,7 +11,10 @@ from typing import TypeAlias
 import pytest
 
 from specgen.errors import ModelFileError
-from specgen.llama import LlamaModel, file_check
+from specgen.llama import LlamaBackend, LlamaModel, file_check
+from specgen.llama import model as model_module
+from specgen.options import ContextOptions
+from tests.helpers import rows
 from tests.helpers.tiny import with_a_token_twice
 from tests.helpers.wrong_files import WRONG_FILES
 from tests.tiny import Architecture, TinyConfig, write_tiny_model
@@ -153,3 +158,28 @@ def test_a_part_of_a_model_is_read_again_if_it_changes(tmp_path: Path, folder: P
     second.write_bytes(second.read_bytes()[:-1000])
     with pytest.raises(ModelFileError, match="model-00002.*: an unfinished download"):
         file_check.check_file(first)
+
+
+def test_a_file_that_is_deleted_after_its_check_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_tiny_model(tmp_path / "model.gguf", TinyConfig())
+
+    def deleted_after_check(path: Path) -> None:
+        file_check.check_file(path)
+        path.unlink()
+
+    monkeypatch.setattr(model_module, "check_file", deleted_after_check)
+    with pytest.raises(ModelFileError, match=r"model\.gguf: no such file"):
+        LlamaModel(file)
+
+
+def test_a_model_whose_file_is_deleted_still_opens_contexts(tmp_path: Path) -> None:
+    file = write_tiny_model(tmp_path / "model.gguf", TinyConfig())
+    with contextlib.closing(LlamaModel(file)) as model:
+        file.unlink()
+        assert model.limited_n_ctx(64) == 64
+        options = ContextOptions(n_threads=1)
+        backend = LlamaBackend(model, options, n_ctx=64, clock=time.perf_counter, n_outputs=4)
+        with contextlib.closing(backend):
+            assert rows.decoded(backend, (5, 6, 7)).shape[0] == 3

@@ -17,6 +17,7 @@ from specgen.errors import MemoryLimitError
 from specgen.llama import LlamaBackend, LlamaModel
 from specgen.llama.kernels import packed_weights
 from specgen.llama.kernels.packed_weights import keep_packed_weights, kept_bytes
+from specgen.llama.library import has_gpu
 from specgen.options import ContextOptions, SessionOptions
 from specgen.session.open import Reporter, WantedSession, open_session
 from specgen.system.arrays import Logits
@@ -62,6 +63,15 @@ def test_the_next_process_uses_what_one_packed(folder: Path, model_file: Path) -
     assert files(folder) == [kept]
     assert kept.stat().st_ino == before.st_ino
     assert kept.stat().st_mtime > before.st_mtime  # it was used
+
+
+@pytest.mark.skipif(has_gpu(), reason="on a GPU, the number of layers decides what is packed")
+def test_layers_for_a_gpu_that_does_not_exist_need_no_other_file(
+    folder: Path, model_file: Path
+) -> None:
+    for n_gpu_layers in (-1, 0, 1, 99):
+        LlamaModel(model_file, n_gpu_layers=n_gpu_layers).close()
+    assert len(files(folder)) == 1
 
 
 def scrawl(offset: int) -> Callable[[Path], None]:
