@@ -214,8 +214,8 @@ class DraftRequest:
     )
     #: How often n-grams predicted the target's tokens, in all texts.
     ngram_counts: NgramCounts = field(default_factory=NgramCounts)
-    #: Phrases of earlier answers, for n-grams to search; None if the drafts for this answer must
-    #: not depend on other answers.
+    #: Phrases for n-grams to search: common ones, and those of earlier answers if drafts may depend
+    #: on them; None for none.
     phrases: SuffixIndex | None = None
     #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
     is_sampled: bool = False

@@ -111,7 +111,8 @@ class SuffixDrafter(Drafter):
         min_match: Nothing is drafted if fewer tokens match.
         max_match: A longer match counts as one of this length.
         files: Other texts to search.
-        earlier: Earlier texts, and phrases of earlier answers, to search.
+        earlier: Earlier texts to search.
+        phrases: Phrases to search.
         n_prompt: The number of tokens before the answer.
         counts: What was counted in all texts; the drafter adds to it.
         n_children: The maximum number of continuations of one position.
@@ -128,6 +129,7 @@ class SuffixDrafter(Drafter):
         *,
         files: Sequence[SuffixIndex] = (),
         earlier: Sequence[SuffixIndex] = (),
+        phrases: SuffixIndex | None = None,
         n_prompt: int = 0,
         counts: NgramCounts | None = None,
         n_children: int = 1,
@@ -148,6 +150,8 @@ class SuffixDrafter(Drafter):
             *(_Source(index, "earlier", LOOKUP_ORIGIN) for index in earlier),
             *(_Source(index, "file", LOOKUP_ORIGIN) for index in files),
         ]
+        if phrases is not None:
+            self._sources.append(_Source(phrases, "phrase", LOOKUP_ORIGIN))
         #: The longest match of the text's last tokens in each source.
         self._matches: list[Match | None] = [None] * len(self._sources)
 
@@ -350,15 +354,13 @@ class LoadedNgrams(LoadedDraft):
             n_children = _MAX_CHILDREN
             n_levels_max = request.n_levels_max
             min_probability = _MIN_PROBABILITY
-        earlier: list[SuffixIndex] = [*self._earlier_texts]
-        if request.phrases is not None:
-            earlier.append(request.phrases)
         min_match, max_match = self._drafting.ngram_lengths
         return SuffixDrafter(
             min_match,
             max_match,
             files=self._files,
-            earlier=earlier,
+            earlier=self._earlier_texts,
+            phrases=request.phrases,
             n_prompt=len(request.prompt),
             counts=request.ngram_counts,
             n_children=n_children,

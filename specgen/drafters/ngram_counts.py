@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-#: Where a continuation was found: in the answer itself, in its prompt, in earlier texts or phrases
-#: of them (`--lookup-store`, `--phrase-store`), or in files (`--lookup-file`).
-Place: TypeAlias = Literal["answer", "prompt", "earlier", "file"]
+#: Where a continuation was found: in the answer itself, in its prompt, in earlier texts
+#: (`--lookup-store`), in files (`--lookup-file`), or in phrases that many answers share.
+Place: TypeAlias = Literal["answer", "prompt", "earlier", "file", "phrase"]
 #: Longer matches count as matches of this length.
 LONGEST = 6
 #: Continuations that followed more often count as if they had followed this many times.
@@ -38,9 +38,9 @@ _TEXT_EXPECTED = 8.0
 _MIN_CHANCE = 0.002
 
 #: The prior rate of each evidence: by place and unanimity, then one row for each length from 1 to
-#: `LONGEST`, with the rates for tokens that followed once, twice, and three or more times. Texts
-#: other than the answer count as prompts. The rates were counted in a 1.5B model's answers to
-#: Spec-Bench questions.
+#: `LONGEST`, with the rates for tokens that followed once, twice, and three or more times. Earlier
+#: texts and files count as prompts. The rates were counted in a 1.5B model's answers to Spec-Bench
+#: questions.
 _PRIOR: dict[tuple[Place, bool], tuple[tuple[float, float, float], ...]] = {
     ("answer", True): (
         (0.27, 0.38, 0.69),
@@ -74,7 +74,25 @@ _PRIOR: dict[tuple[Place, bool], tuple[tuple[float, float, float], ...]] = {
         (0.24, 0.29, 0.35),
         (0.25, 0.20, 0.28),
     ),
+    ("phrase", True): (
+        (0.14, 0.13, 0.20),
+        (0.31, 0.31, 0.60),
+        (0.25, 0.40, 0.70),
+        (0.30, 0.70, 0.80),
+        (0.70, 0.75, 0.80),
+        (0.85, 0.85, 0.85),
+    ),
+    ("phrase", False): (
+        (0.06, 0.05, 0.08),
+        (0.05, 0.10, 0.20),
+        (0.08, 0.11, 0.20),
+        (0.18, 0.20, 0.25),
+        (0.20, 0.20, 0.30),
+        (0.20, 0.25, 0.40),
+    ),
 }
+#: Whose priors the continuations in other places have.
+_PRIORS_OF: dict[Place, Place] = {"earlier": "prompt", "file": "prompt"}
 
 
 class Evidence(NamedTuple):
@@ -108,7 +126,7 @@ class Evidence(NamedTuple):
     @property
     def prior(self) -> float:
         """The rate at which such continuations come next, before any are counted."""
-        place: Place = "answer" if self.place == "answer" else "prompt"
+        place = _PRIORS_OF.get(self.place, self.place)
         return _PRIOR[place, self.is_unanimous][self.length - 1][self.n_followed - 1]
 
 

@@ -8,7 +8,7 @@ their prompts: prompt lookup finds that anyway.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +133,7 @@ def phrases_file(cache: Path, fingerprint: str) -> Path:
 
 
 class SharedPhrases:
-    """The phrases that answers to different prompts have in common.
+    """Common phrases, and those that answers to different prompts have in common.
 
     Several processes may share a file. What others add to it is found by the next process that
     opens it. A file that cannot be read counts as empty, and without one that can be written, the
@@ -141,33 +141,46 @@ class SharedPhrases:
 
     Args:
         file: The file; None keeps the phrases in memory only.
+        common: The tokens of phrases to begin with. They are not stored.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
+    def __init__(
+        self,
+        file: Path | None = None,
+        *,
+        common: Iterable[Sequence[int]] = (),
+    ) -> None:
         self._file = file
         self._finder = _PhraseFinder()
-        #: int32[n]: the phrases as `join_texts` joins them, the latest last.
-        self._tokens = join_texts([]) if file is None else read_tokens(file)
+        #: int32[n]: the phrases to begin with, as `join_texts` joins them.
+        self._common = join_texts(common)
+        #: int32[n]: the phrases of answers, likewise, the latest last.
+        self._found = join_texts([]) if file is None else read_tokens(file)
         #: The phrases that are not in the file yet.
         self._unsaved: list[IntArray] = []
-        #: Finds endings in the phrases.
-        self.index = self._make_index()
+        #: Finds endings in all phrases; None until it is needed.
+        self._index: GrowingCorpus | None = None
 
-    def _make_index(self) -> GrowingCorpus:
-        index = GrowingCorpus()
-        for phrase in split_texts(self._tokens):
-            index.add_text(phrase.tolist())
-        return index
+    @property
+    def index(self) -> GrowingCorpus:
+        """Finds endings in all phrases."""
+        if self._index is None:
+            self._index = GrowingCorpus()
+            for phrase in split_texts(np.append(self._common, self._found)):
+                self._index.add_text(phrase.tolist())
+        return self._index
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Look for phrases in a finished answer."""
-        phrases = self._finder.find(prompt, answer, self._tokens)
-        self._tokens = append_texts(self._tokens, phrases, MAX_TOKENS)
-        for phrase in phrases:
-            self.index.add_text(phrase.tolist())
-        if len(self.index) > len(self._tokens):
-            # The older half was forgotten. Drafters that use the old index keep it.
-            self.index = self._make_index()
+        known = np.append(self._common, self._found)
+        phrases = self._finder.find(prompt, answer, known)
+        self._found = append_texts(self._found, phrases, MAX_TOKENS)
+        if self._index is not None:
+            for phrase in phrases:
+                self._index.add_text(phrase.tolist())
+            if len(self._index) > len(self._common) + len(self._found):
+                # The older half was forgotten. Drafters that use the old index keep it.
+                self._index = None
         if self._file is not None:
             self._unsaved += phrases
             if len(self._unsaved) >= _SAVE_AFTER:

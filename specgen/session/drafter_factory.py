@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from specgen.drafters.common_phrases import common_phrases
 from specgen.drafters.interface import (
     Drafter,
     Drafting,
@@ -76,16 +78,25 @@ class DrafterFactory:
     #: depends on earlier ones nor influences later ones. It then searches phrases of earlier
     #: answers only if the options ask to store them.
     learn_alone: bool = False
-    #: The phrases of earlier answers; None if answers are independent of each other.
-    _phrases: SharedPhrases | None = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _phrases_file(self) -> Path | None:
+        """Return the file for the phrases of answers; None if they are not stored."""
         options = self.session.options
-        if options.phrase_store and options.cache is not None:
-            fingerprint = self.session.target.vocabulary.digest()
-            self._phrases = SharedPhrases(phrases_file(options.cache, fingerprint))
-        else:
-            self._phrases = None if self.learn_alone else SharedPhrases()
+        if not options.phrase_store or options.cache is None:
+            return None
+        return phrases_file(options.cache, self.session.target.vocabulary.digest())
+
+    @cached_property
+    def _phrases(self) -> SharedPhrases:
+        """Return the phrases that n-grams search: common ones, and those of earlier answers."""
+        common = common_phrases(self.session.target.vocabulary)
+        return SharedPhrases(self._phrases_file, common=common)
+
+    @property
+    def _finds_phrases(self) -> bool:
+        """Whether drafts may repeat phrases of earlier answers."""
+        return self._phrases_file is not None or not self.learn_alone
 
     def new_answer(
         self,
@@ -160,13 +171,13 @@ class DrafterFactory:
 
     def find_phrases(self, answer: AnswerState) -> None:
         """Find phrases in a finished answer, end token included, for the drafts of later ones."""
-        if self._phrases is not None:
+        if self._finds_phrases:
             n_prompt = answer.n_prompt
             self._phrases.add(answer.tokens[:n_prompt], answer.tokens[n_prompt:])
 
     def close(self) -> None:
         """Store the phrases that were found, if the options ask for that."""
-        if self._phrases is not None:
+        if self._finds_phrases:
             self._phrases.save()
 
     def _cascade(
@@ -319,7 +330,7 @@ class DrafterFactory:
             costs_of=costs_of,
             acceptance_of_guesses=acceptance_of_guesses,
             ngram_counts=self._ngram_counts(settings),
-            phrases=self._phrases.index if self._phrases is not None else None,
+            phrases=self._phrases.index,
             is_sampled=is_sampled,
             can_branch=can_branch,
             shape=drafting.tree,
