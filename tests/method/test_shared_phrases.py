@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import specgen
 from specgen.drafters.shared_phrases import MAX_TOKENS, SHORTEST, SharedPhrases
 from specgen.drafters.stored_texts import SEPARATOR, join_texts, read_texts
 from specgen.drafters.suffix_index import MAX_MATCH
 from tests.helpers.disk import full_disk
+from tests.helpers.scripted import write_model_that_says
+from tests.tiny import CHATML_TEMPLATE
 
 Text = Sequence[int]
 #: Few tokens, so that texts have phrases in common.
@@ -198,3 +201,15 @@ def test_phrases_of_any_length_are_found() -> None:
         assert match is not None
         assert match.length == length
     assert join_texts([text]).size == len(phrases.index)
+
+
+def test_phrases_of_earlier_answers_are_drafted(tmp_path: Path) -> None:
+    """The model says the same whatever it is asked. From the third answer on, that is drafted."""
+    text = "xq9 Zvj%k 4wLp~ Gy7u# bTm0"
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    target = write_model_that_says(tmp_path / "target.gguf", CHATML_TEMPLATE, text, body)
+    with specgen.load(target, "ngram") as model:
+        answers = [model.generate(prompt, temperature=0.0) for prompt in "abcd"]
+    assert [answer.text for answer in answers] == [text] * 4
+    first, second, *later = [answer.summary.n_accepted for answer in answers]
+    assert max(first, second) < len(text) / 2 < min(later)  # a token of the model is a byte

@@ -709,19 +709,6 @@ def test_an_answer_may_ask_for_shorter_drafts(models: Path, costs: VirtualTime) 
             engine.insert(PROMPTS[0], n_drafted_max=2)
 
 
-@pytest.mark.parametrize("learn_alone", [False, True])
-def test_phrases_of_earlier_answers_are_drafted(
-    models: Path, costs: VirtualTime, learn_alone: bool
-) -> None:
-    with engine_of(models, costs, drafter="ngram", learn_alone=learn_alone) as (loaded, engine):
-        asked = [engine.insert(prompt) for prompt in PROMPTS]
-        events = list(engine.run())
-        expected = alone(loaded)
-    assert [answer.text for answer in asked] == expected
-    nodes = [node for event in events if isinstance(event, DraftedEvent) for node in event.nodes]
-    assert ("lookup" in {node.origin for node in nodes}) == (not learn_alone)
-
-
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_an_answers_drafts_do_not_depend_on_earlier_answers(
     models: Path, costs: VirtualTime, drafter: str
