@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from specgen.drafters.common_phrases import common_phrases
 from specgen.drafters.interface import (
     Drafter,
     Drafting,
@@ -90,8 +89,7 @@ class DrafterFactory:
     @cached_property
     def _phrases(self) -> SharedPhrases:
         """Return the phrases that n-grams search: common ones, and those of earlier answers."""
-        common = common_phrases(self.session.target.vocabulary)
-        return SharedPhrases(self._phrases_file, common=common)
+        return SharedPhrases(self._phrases_file, common=self.session.common_phrases)
 
     @property
     def _finds_phrases(self) -> bool:

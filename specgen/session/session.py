@@ -6,10 +6,11 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, pairwise
 from pathlib import Path
 
+from specgen.drafters.common_phrases import common_phrases
 from specgen.drafters.interface import ContextSpec, DraftSetup, LoadedDraft
 from specgen.drafters.kinds import ANY_FILE, find_kind, open_draft, refuse_draft
 from specgen.errors import OutputError, PairError, PromptError, SpecgenError
@@ -320,6 +321,11 @@ class Session:
         """Makes the prompts for these models."""
         variables = self.options.target_context.template_variables
         return Prompts(self.target, self.translated_draft, variables=variables)
+
+    @cached_property
+    def common_phrases(self) -> list[list[int]]:
+        """The tokens of the phrases that language models have in common."""
+        return common_phrases(self.target.vocabulary)
 
     @property
     def draft_name(self) -> str:

@@ -101,7 +101,8 @@ def test_texts_are_those_without_a_draft(
     """Several prompts, some with a common prefix, one empty, one of several batches."""
     n_drafted, rate = check_texts(models, draft, drafting, **sampling)
     assert n_drafted > 40
-    assert rate > (0.0 if sampling else 0.05 if draft == "ngram" else 0.5)
+    # Random text has hardly any of the phrases that n-grams also draft.
+    assert rate > (0.0 if sampling else 0.01 if draft == "ngram" else 0.5)
 
 
 def test_by_cost_the_models_are_timed_once(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
