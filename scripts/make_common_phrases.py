@@ -1,7 +1,7 @@
 """Make `specgen/drafters/common_phrases.json`: what answers to different prompts have in common.
 
-    specgen batch scripts/common_phrase_prompts.jsonl FIRST.jsonl -m MODEL -n 160
-    specgen batch scripts/common_phrase_prompts.jsonl SECOND.jsonl -m OTHER -n 160
+    specgen batch scripts/common_phrase_prompts.jsonl FIRST.jsonl -m MODEL -n 160 -md none
+    specgen batch scripts/common_phrase_prompts.jsonl SECOND.jsonl -m OTHER -n 160 -md none
     python -m scripts.make_common_phrases MODEL FIRST.jsonl SECOND.jsonl
 
 MODEL is any file with the vocabulary that divides the answers into tokens; all of them get the same
