@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+import specgen
 from scripts.make_common_phrases import LEAST_PROMPTS, Answer, find_phrases
 from specgen.drafters.shared_phrases import SharedPhrases
 from specgen.drafters.stored_texts import read_texts
-from tests.helpers.scripted import asked_of
+from tests.helpers.scripted import write_model_that_says
 from tests.tiny import CHATML_TEMPLATE
 
-QUESTION = {"messages": [{"role": "user", "content": "?"}], "temperature": 0}
+QUESTION = {"messages": [{"role": "user", "content": "?"}]}
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,13 @@ QUESTION = {"messages": [{"role": "user", "content": "?"}], "temperature": 0}
 def test_common_phrases_are_drafted_in_the_first_answer(
     tmp_path: Path, text: str, is_common: bool
 ) -> None:
-    answer = asked_of(tmp_path, CHATML_TEMPLATE, text, QUESTION, draft="ngram")
-    assert answer["choices"][0]["message"]["content"] == text
-    n_accepted = answer["timings"].get("draft_n_accepted", 0)
-    assert (n_accepted > len(text) / 2) == is_common  # a token of the tiny model is a byte
+    target = write_model_that_says(tmp_path / "target.gguf", CHATML_TEMPLATE, text, QUESTION)
+    fixed = specgen.DraftOptions(policy="fixed")
+    with specgen.load(target, "ngram", drafting=fixed) as model:
+        answer = model.generate("?", temperature=0.0)
+    assert answer.text == text
+    # A token of the model is a byte.
+    assert (answer.summary.n_accepted > len(text) / 2) == is_common
 
 
 def test_common_phrases_are_searched_but_not_stored(tmp_path: Path) -> None:

@@ -208,7 +208,8 @@ def test_phrases_of_earlier_answers_are_drafted(tmp_path: Path) -> None:
     text = "xq9 Zvj%k 4wLp~ Gy7u# bTm0"
     body = {"messages": [{"role": "user", "content": "a"}]}
     target = write_model_that_says(tmp_path / "target.gguf", CHATML_TEMPLATE, text, body)
-    with specgen.load(target, "ngram") as model:
+    fixed = specgen.DraftOptions(policy="fixed")
+    with specgen.load(target, "ngram", drafting=fixed) as model:
         answers = [model.generate(prompt, temperature=0.0) for prompt in "abcd"]
     assert [answer.text for answer in answers] == [text] * 4
     first, second, *later = [answer.summary.n_accepted for answer in answers]
