@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from specgen.drafters.shared_phrases import SHORTEST
 from specgen.llama.model import LlamaModel
 from specgen.text.vocabulary import Vocabulary
 
 _FOLDER = Path(__file__).parent
 PROMPTS = _FOLDER / "common_phrase_prompts.jsonl"
 OUTPUT = _FOLDER.parent / "specgen" / "drafters" / "common_phrases.json"
-#: The length of the shortest phrase, in tokens.
-SHORTEST = 3
 #: The answers to this many prompts must have a phrase in common.
 LEAST_PROMPTS = 3
 

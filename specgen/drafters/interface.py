@@ -28,7 +28,7 @@ from typing import (
 import numpy as np
 
 from specgen.drafters.ngram_counts import NgramCounts
-from specgen.drafters.suffix_index import SuffixIndex
+from specgen.drafters.shared_phrases import SharedPhrases
 from specgen.errors import RollbackError
 from specgen.method.backend import Backend, Batch
 from specgen.method.cost_table import (
@@ -216,7 +216,7 @@ class DraftRequest:
     ngram_counts: NgramCounts = field(default_factory=NgramCounts)
     #: Phrases for n-grams to search: common ones, and those of earlier answers if drafts may depend
     #: on them; None for none.
-    phrases: SuffixIndex | None = None
+    phrases: SharedPhrases | None = None
     #: Whether drafted tokens are sampled from their distributions, or are the likeliest ones.
     is_sampled: bool = False
     #: Whether the draft may be a tree.

@@ -354,13 +354,14 @@ class LoadedNgrams(LoadedDraft):
             n_children = _MAX_CHILDREN
             n_levels_max = request.n_levels_max
             min_probability = _MIN_PROBABILITY
+        phrases = request.phrases.index if request.phrases is not None else None
         min_match, max_match = self._drafting.ngram_lengths
         return SuffixDrafter(
             min_match,
             max_match,
             files=self._files,
             earlier=self._earlier_texts,
-            phrases=request.phrases,
+            phrases=phrases,
             n_prompt=len(request.prompt),
             counts=request.ngram_counts,
             n_children=n_children,

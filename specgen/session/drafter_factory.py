@@ -328,7 +328,7 @@ class DrafterFactory:
             costs_of=costs_of,
             acceptance_of_guesses=acceptance_of_guesses,
             ngram_counts=self._ngram_counts(settings),
-            phrases=self._phrases.index,
+            phrases=self._phrases,
             is_sampled=is_sampled,
             can_branch=can_branch,
             shape=drafting.tree,
